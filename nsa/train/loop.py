@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -311,23 +311,24 @@ def step(session: Session) -> None:
     lr = learning_rate(progress.step, config.train)
     targets = feed.num_targets()
     monitor.tracer.step_begin(progress.step + 1)
-    _start_layers(session)
+    is_changed = _start_layers(session)
     graphs_off = state.graphs.reason
     try:
         if _validates_after(session, progress.step + 1):  # first: a stream may have too few documents
             with monitor.extended_timeout():
                 feed.ready_validation()
-        result = train_step(
-            state,
-            _micro_batches(session),
-            targets,
-            lr,
-            votes=lambda: (
-                *(int(session.stop.terminate), int(session.stop.interrupt), int(monitor.claim.is_lost())),
-                *session.checkpointing.votes(),
-            ),
-            observer=monitor.observer(progress.step + 1),
-        )
+        with monitor.extended_timeout() if is_changed else nullcontext():  # a layer that changes compiles again
+            result = train_step(
+                state,
+                _micro_batches(session),
+                targets,
+                lr,
+                votes=lambda: (
+                    *(int(session.stop.terminate), int(session.stop.interrupt), int(monitor.claim.is_lost())),
+                    *session.checkpointing.votes(),
+                ),
+                observer=monitor.observer(progress.step + 1),
+            )
     except WaitStopped:  # no batch arrived: the step counts as not started
         _save_and_stop(session, Preempted if session.stop.terminate else Interrupted)
     except DataError:
@@ -357,14 +358,16 @@ def step(session: Session) -> None:
         _save_and_stop(session, Preempted if terminate else Interrupted)
 
 
-def _start_layers(session: Session) -> None:
-    """Tells the attention layers the step, and records if one of them computes something else from now on."""
+def _start_layers(session: Session) -> bool:
+    """Tells the attention layers the step. Records and returns whether one of them computes something else from now
+    on."""
     step = session.step + 1
-    lines = [layer.start_step(step) for _, layer in attention_layers(session.state.model)]
-    for line in dict.fromkeys(line for line in lines if line is not None):
+    lines = dict.fromkeys(filter(None, (x.start_step(step) for _, x in attention_layers(session.state.model))))
+    for line in lines:
         session.state.graphs.drop()
         session.monitor.emit("attention", step, message=line)
         session.monitor.log(f"step {step:04d} | {line}")
+    return bool(lines)
 
 
 def _micro_batches(session: Session) -> Iterator[Batch]:
@@ -412,7 +415,8 @@ def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, b
         validation = validate(session.state, loader, sequences, session.micro_batch, beat)
     progress.val_loss, progress.val_bits_per_byte = validation.loss, validation.bits_per_byte
     best = math.inf if progress.best_val_loss is None else progress.best_val_loss
-    is_best = validation.loss < best  # never a NaN, which no later loss would improve on
+    # Never a NaN, which no later loss would improve on, and never while the loss is not that of the saved model.
+    is_best = validation.loss < best and not any(x.is_warming_up for _, x in attention_layers(session.state.model))
     if is_best:
         progress.best_val_loss = validation.loss
     return replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte), is_best

@@ -89,6 +89,9 @@ class RunState:
         layers = [layer for _, layer in attention_layers(self.model)]
         self.index_parameters = [p for layer in layers for p in layer.index_parameters() if p.requires_grad]
         self.index_terms = self.model.num_index_terms()
+        learns_apart = set(map(id, self.index_parameters))
+        rest = [p for p in self.trainable if id(p) not in learns_apart]
+        self.clipped = [group for group in (rest, self.index_parameters) if group]  # each by its own norm
 
     @property
     def device(self) -> torch.device:

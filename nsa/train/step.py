@@ -45,6 +45,7 @@ def train_step(
     that any split into ranks and micro-batches gives the same gradient. Gradients are reduced in the last micro-batch.
     The index loss has fewer queries than there are targets, and their number is known only after the step's batches: it
     is divided by `targets` too, and the gradients of the index, which learns from nothing else, are scaled afterwards.
+    The index is clipped by a norm of its own, so that its loss does not change how far other parameters move.
     `votes` is called after backward, so that it includes events during the step. `observer` sees the attention of the
     first forward pass; a step without an observer replays `state.graphs`, if there are any.
     """
@@ -73,7 +74,10 @@ def train_step(
     if state.index_terms:
         gradients = [p.grad for p in state.index_parameters if p.grad is not None]
         torch._foreach_mul_(gradients, targets / summed[2].clamp(min=1.0))
-    norm = _unscaled_norm(state)
+    if state.scale.enabled:
+        torch._foreach_mul_([p.grad for p in state.trainable if p.grad is not None], 1.0 / state.scale.value)
+    norms = [gradient_norm(clipped) for clipped in state.clipped]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     agreed = summed.tolist()
     loss_sum, counts = agreed[0], agreed[len(total) :]
     index_kl = agreed[1] / (state.index_terms * agreed[2]) if state.index_terms and agreed[2] else None
@@ -82,7 +86,8 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
         return replace(result, updated=False)
     if clip := state.config.train.grad_clip:
-        nn.utils.clip_grads_with_norm_(state.trainable, clip, norm, foreach=True)
+        for clipped, own_norm in zip(state.clipped, norms, strict=True):
+            nn.utils.clip_grads_with_norm_(clipped, clip, own_norm, foreach=True)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     faults.point("step.optimizer")
@@ -116,19 +121,14 @@ def _forward_backward(
     if faults.makes_nan("step.loss"):
         losses = losses * math.nan
     faults.point("step.forward")
+    if faults.makes_nan("step.scaled"):  # as if the scaled loss overflowed in backward
+        scale = math.inf
     loss = losses[0] / divisor
     total = loss
     if state.index_terms:
         total = loss + losses[1] / divisor * (state.config.msa.loss_weight / state.index_terms)
     (total * scale).backward()
     return torch.cat([loss[None], losses[1:]]).detach()
-
-
-def _unscaled_norm(state: RunState) -> Tensor:
-    if state.scale.enabled:
-        gradients = [p.grad for p in state.trainable if p.grad is not None]
-        torch._foreach_mul_(gradients, 1.0 / state.scale.value)
-    return gradient_norm(state.trainable)
 
 
 @dataclass(frozen=True)

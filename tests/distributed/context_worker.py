@@ -25,6 +25,11 @@ def warming_up(layer):
     return layer
 
 
+def freezing_queries(layer):
+    layer.index_q.requires_grad_(requires_grad=False)
+    return layer
+
+
 nsa = partial(NSAAttention, *SIZES, SPEC)
 LAYERS = {
     "mean": lambda: nsa(),
@@ -36,6 +41,7 @@ LAYERS = {
     "win": lambda: nsa(force_branch="win"),
     "msa": lambda: MSAAttention(*SIZES, MSASpec(16, 2), index_dim=32, qk_norm=True),
     "warmup": lambda: warming_up(MSAAttention(*SIZES, MSASpec(16, 2))),
+    "keys": lambda: freezing_queries(MSAAttention(*SIZES, MSASpec(16, 2), qkv_bias=True)),
     "dense": lambda: DenseAttention(*SIZES, qk_norm=True, rotary_dim=8),
     "window": lambda: WindowAttention(*SIZES, window=9, qkv_bias=True),
 }

@@ -94,7 +94,7 @@ def assert_same_run(many, one):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_layers_over_ranks_equal_one_rank_and_send_the_bytes_of_the_formula(ranks):
-    layers = () if ranks == 4 else ("mlp", "shared", "msa", "warmup", "dense")
+    layers = () if ranks == 4 else ("mlp", "shared", "msa", "warmup", "keys", "dense")
     for ended in wait_all(start_ranks(ranks, *layers, module="tests.distributed.context_worker"), timeout_s=600):
         assert ended.code == 0, ended.output
 

@@ -2,10 +2,13 @@
 
 import csv
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+import nsa.train.loop
+from nsa.checkpoint.format import BEST, FOLDER, read_pointer
 from nsa.config import parse_config
 from nsa.data.loader import Batch
 from nsa.data.sequences import IGNORED
@@ -15,6 +18,9 @@ from nsa.nn import MSAAttention
 from nsa.nn.attention import DenseAttention, attention_layers
 from nsa.ops import MSASpec
 from nsa.parallel.numerics import numerics
+from nsa.run_folder import LAYER_SELECTION, read_rows
+from nsa.train import train
+from nsa.train.monitor import Monitor
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 from tests.distributed.launching import TINY, rows_of, run_ranks, write_config
@@ -132,13 +138,62 @@ def test_the_warm_up_reads_all_tokens_and_ends_at_its_step():
         "dense attention until step 2, while the index warms up", None, "sparse attention from step 3 on", None
     ]  # fmt: skip
     assert not layer.is_dense
+    (_, resumed), *_ = attention_layers(built(msa={"warmup_steps": 2}).model)
+    assert [resumed.start_step(step) for step in (3, 4)] == ["sparse attention from step 3 on", None]
+    for sections in ({"train": {"seq_len": 32}}, {"train": {"freeze": ["*index_*"]}}):
+        (_, frozen), *_ = attention_layers(built(msa={"warmup_steps": 2}, **sections).model)
+        assert [frozen.start_step(step) for step in (1, 2, 3)] == [None] * 3, "nothing warms up"
+
+
+def test_the_index_loss_moves_no_other_parameter_through_clipping():
+    small, large = (built(msa={"loss_weight": weight}, train={"grad_clip": 0.1}) for weight in (1.0, 100.0))
+    for _, layer in (*attention_layers(small.model), *attention_layers(large.model)):
+        layer.is_dense = True  # another index would choose other blocks
+    results = steps_of(small), steps_of(large)
+    assert results[1][0].grad_norm > 2 * results[0][0].grad_norm > 0.2, "the logged norm has all gradients"
+    for name, parameter in small.parameters.items():
+        assert torch.equal(parameter, large.parameters[name]) or "index" in name, name
+
+
+def test_the_first_steps_of_each_kind_of_attention_may_take_as_long_as_compiling(tmp_path, monkeypatch):
+    extended, active, seen = Monitor.extended_timeout, [], []
+
+    @contextmanager
+    def recorded(monitor):
+        active.append(True)
+        with extended(monitor):
+            yield
+        active.pop()
+
+    monkeypatch.setattr(Monitor, "extended_timeout", recorded)
+    monkeypatch.setattr(nsa.train.loop, "train_step", lambda *a, **o: seen.append(bool(active)) or train_step(*a, **o))
+    train(configured(msa={"warmup_steps": 2}, train={"steps": 4, "eval_every": 0}), tmp_path)
+    assert seen == [True, False, True, False]
+
+
+def test_the_best_checkpoint_is_not_one_of_the_warm_up(tmp_path):
+    """Its loss is that of dense attention, and whoever loads it computes sparse attention."""
+    config = configured(msa={"warmup_steps": 4}, train={"eval_every": 1}, checkpoint={"keep": 9})
+    train(config, tmp_path)
+    assert read_pointer(tmp_path / FOLDER, BEST) in ("step_00000005", "step_00000006")
+    losses = [float(row["val_loss"]) for row in rows_of(tmp_path)]
+    assert json.loads((tmp_path / "metrics.json").read_text())["best_val_loss"] == min(losses[4:])
+
+
+def test_a_frozen_index_of_one_layer_leaves_the_statistics_of_the_others(tmp_path):
+    config = configured(
+        model={"n_layers": 2}, train={"freeze": ["blocks.0.*index_*"], "steps": 2}, telemetry={"every": 1}
+    )
+    train(config, tmp_path)
+    found = {(row["layer"], bool(row["mass"])) for row in read_rows(tmp_path, LAYER_SELECTION)}
+    assert found == {("blocks.0.attention", False), ("blocks.1.attention", True)}
 
 
 def test_a_run_of_short_sequences_trains_no_index_and_says_so(tmp_path):
     file = write_config(tmp_path, **{**MSA, "train": {"seq_len": 32, "steps": 2, "eval_every": 0}})
     (ended,) = run_ranks(1, "train", file, f"train.out_dir={tmp_path / 'run'}")
     assert ended.code == 0, ended.output
-    assert "index   not trained" in ended.output
+    assert "index   not trained: no sequence exceeds 32 tokens" in ended.output
     assert [row["index_kl"] for row in rows_of(tmp_path / "run")] == ["", ""]
 
 

@@ -103,6 +103,7 @@ class Attention(nn.Module):
         index_parameters   parameters that learn only from an index loss, which `forward` returns if given `counted`
         prepare            what the length of the training sequences decides
         start_step         what the number of the training step decides
+        is_warming_up      whether steps compute something else than the trained model will
         notes              lines for the start of a run
     """
 
@@ -311,6 +312,10 @@ class Attention(nn.Module):
     @property
     def has_index_loss(self) -> bool:
         return any(parameter.requires_grad for parameter in self.index_parameters())
+
+    @property
+    def is_warming_up(self) -> bool:
+        return False
 
     def prepare(self, seq_len: int) -> None:
         """Called once before training with sequences of `seq_len` tokens."""

@@ -199,19 +199,24 @@ class MSAAttention(DenseAttention):
         parts = (self.index_q, self.index_k, self.index_q_norm, self.index_k_norm)
         return [parameter for part in parts for parameter in part.parameters()]
 
+    @property
+    def is_warming_up(self) -> bool:
+        return self.is_dense
+
     def prepare(self, seq_len: int) -> None:
         """Freezes the index if sequences are so short that no query chooses."""
         if seq_len <= self.spec.dense_tokens:
+            self.statistics = frozenset()
             for parameter in self.index_parameters():
                 parameter.requires_grad_(False)
 
     def start_step(self, step: int) -> str | None:
-        was_dense, self.is_dense = self.is_dense, step <= self.warmup_steps
-        if was_dense == self.is_dense:
-            return None
+        was_dense, self.is_dense = self.is_dense, self.has_index_loss and step <= self.warmup_steps
         if self.is_dense:
-            return f"dense attention until step {self.warmup_steps}, while the index warms up"
-        return f"sparse attention from step {step} on"
+            return None if was_dense else f"dense attention until step {self.warmup_steps}, while the index warms up"
+        # A run that resumes at the end of the warm-up never was dense in this process.
+        ends = self.has_index_loss and 1 < step == self.warmup_steps + 1
+        return f"sparse attention from step {step} on" if was_dense or ends else None
 
     def forward_flops(self, seq_len: int) -> float:
         scores = 0.0 if seq_len <= self.spec.dense_tokens else self.num_kv_heads * self.index_dim * (seq_len + 1.0)
@@ -238,7 +243,9 @@ class MSAAttention(DenseAttention):
     def notes(self) -> list[str]:
         if self.has_index_loss:
             return []
-        return [f"index   not trained: it is frozen, or no sequence exceeds {self.spec.dense_tokens} tokens"]
+        if not self.statistics:
+            return [f"index   not trained: no sequence exceeds {self.spec.dense_tokens} tokens"]
+        return ["index   not trained where train.freeze names it"]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, index_dim={self.index_dim}, spec={self.spec}"

@@ -51,7 +51,8 @@ def attend_context(
         gathered = Gathered(k, v, call)
     if chooses and counted is not None:
         counted = counted & (here.position >= spec.dense_tokens)
-        losses = _IndexLosses(index_q, index_k_T, counted, indices, spec.block, by["index_loss"])
+        has_grads = torch.is_grad_enabled() and (index_q.requires_grad or index_k.requires_grad)
+        losses = _IndexLosses(index_q, index_k_T, counted, indices, spec.block, has_grads, by["index_loss"])
         o_BSHV, _ = attend_gathered(gathered, q, k, v, indices, attended=losses.add)
         kl: Tensor = _IndexLoss.apply(losses, call, index_q, index_k)  # type: ignore[no-untyped-call]
         queries = counted.sum()
@@ -79,11 +80,11 @@ class _IndexLosses:
         counted: Tensor,
         indices: Tensor | None,
         block: int,
+        has_grads: bool,
         backend: str | None,
     ):
         self.index_q, self.index_k_T, self.counted, self.indices = index_q.detach(), index_k_T, counted, indices
-        self.block, self.backend = block, backend
-        self.has_grads = torch.is_grad_enabled() and index_q.requires_grad
+        self.block, self.has_grads, self.backend = block, has_grads, backend
         sums = torch.float64 if index_q.dtype == torch.float64 else torch.float32
         self.kl = index_q.new_zeros((), dtype=sums)
         self.d_index_q = torch.zeros_like(self.index_q)
