@@ -13,6 +13,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -58,6 +59,7 @@ class Saver:
         self._ranks = _DistWrapper(group, group is not None, 0)
         self.rank, self.size = self._ranks.get_rank(), self._ranks.get_world_size()
         self.last_good: str | None = None
+        self.undeleted: str | None = None  # what the newest save could not delete, and why
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
@@ -151,6 +153,7 @@ class Saver:
 
     def _prepare(self, aside: Path) -> None:
         make_folder(self.root)
+        self.undeleted = None
         self._remove_leftovers()
         faults.point("save.prepare")
         aside.mkdir()
@@ -193,10 +196,9 @@ class Saver:
         faults.point("save.retention")
         for old in list(self._deletable()):
             # Renamed first: an interrupted deletion leaves nothing that looks like a checkpoint.
-            gone = self.root / f"{names.WRITING}deleted-{old.name}"
-            old.rename(gone)
-            flush_folder(self.root)
-            shutil.rmtree(gone)
+            with self._deleting(old):
+                old.rename(self.root / f"{names.WRITING}deleted-{old.name}")
+                flush_folder(self.root)
         self._remove_leftovers()
         faults.point("save.done")
 
@@ -204,10 +206,19 @@ class Saver:
         """Removes the leftovers of an interrupted save or deletion."""
         pointers = [path for name in (names.LATEST, names.BEST) for path in self.root.glob(f".{name}.*")]
         for path in [*self.root.glob(f"{names.WRITING}*"), *pointers]:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            with self._deleting(path):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    @contextmanager
+    def _deleting(self, path: Path) -> Iterator[None]:
+        """A save has succeeded even if an older folder cannot be deleted. The next save tries again."""
+        try:
+            yield
+        except OSError as error:
+            self.undeleted = f"{path}: {error.strerror or error}"
 
     def _deletable(self) -> Iterator[Path]:
         """Yields all checkpoints but the newest `keep`, the best, and the newest two that verify."""

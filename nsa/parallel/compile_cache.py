@@ -5,6 +5,7 @@ empties, and it never removes a file.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 MAX_BYTES = 4 * 2**30
@@ -29,20 +30,22 @@ def use_compile_cache() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
-def _remove_oldest(folder: Path, max_bytes: int) -> None:
-    """Removes the files that were unused for longest until the others fit. Other processes may do so at the same time;
-    PyTorch compiles again where it does not find a file."""
-    found = []
-    for path in folder.rglob("*"):
-        try:
-            status = path.lstat()
-        except OSError:
-            continue
-        if not path.is_dir():
-            found.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+def _remove_oldest(root: Path, max_bytes: int) -> None:
+    """Empties the folders that were unused for longest until the others fit. A folder has all files of a kernel, and
+    Triton fails where it finds some of them. Other processes may compile or remove files at the same time."""
+    found: list[tuple[float, int, list[Path]]] = []
+    for folder, _, names in os.walk(root):  # ignores folders that vanish
+        used, size, paths = 0.0, 0, [Path(folder, name) for name in names]
+        for path in paths:
+            with suppress(OSError):
+                status = path.lstat()
+                used, size = max(used, status.st_atime, status.st_mtime), size + status.st_size
+        found.append((used, size, paths))
     excess = sum(size for _, size, _ in found) - max_bytes
-    for _, size, path in sorted(found):
+    for _, size, paths in sorted(found):
         if excess <= 0:
             return
         excess -= size
-        path.unlink(missing_ok=True)
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()

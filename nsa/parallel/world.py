@@ -180,5 +180,10 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
         own, _ = dist.new_subgroups(parallel.context, timeout=timeout)
         context = Context(own)
     ranks = (launch.rank, launch.local_rank, launch.size)
-    yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
-    dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
+    try:
+        yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
+    except BaseException:
+        if launch.size == 1:  # else it would wait for ranks that may be gone
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -64,6 +64,7 @@ class Checkpointing:
         self._saved_step = state.progress.step if resumed else -1  # the newest committed step
         self._writing_step = 0
         self._writing_best = False
+        self._undeleted: str | None = None  # recorded as an incident
         self._failures = 0  # consecutive failures that count
         self._counts = True  # whether the current save counts if it fails
         self._retry_at = 0.0
@@ -144,6 +145,10 @@ class Checkpointing:
         failure = self.saver.finish()
         if failure is None:
             self._saved_step, self._failures = self._writing_step, 0
+            if (undeleted := self.saver.undeleted) and undeleted != self._undeleted:
+                message = f"cannot be deleted, so that the disk may fill: {undeleted}; delete it by hand"
+                self.monitor.incident("not_deleted", message, self.state.progress.step)
+            self._undeleted = undeleted
             return
         lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
         if lost is not None:

@@ -154,7 +154,7 @@ def is_finished(folder: Path, config: Config, accept_changes: bool) -> bool:
             f"{'; '.join(changed)}: {folder} holds a finished run; choose another train.out_dir, "
             "--accept-changes to resume from its last checkpoint, or --fresh to train over it from the start"
         )
-    return not changed and metrics.get("steps") == config.train.steps
+    return not changed and metrics.get("steps", 0) >= config.train.steps
 
 
 def write_config(folder: Path, config: Config, tokenizer: Tokenizer | None = None) -> None:

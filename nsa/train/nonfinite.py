@@ -6,6 +6,7 @@ nonfinite/step_00000151/weights.safetensors         the weights before the step
 """
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +36,11 @@ _TENSORS = ("inputs", "targets", "cu_seqlens")  # of a batch
 
 
 def handle(session: "Session", result: StepResult) -> None:
-    """Handles a step that left the weights unchanged. An fp16 overflow halves the loss scale; any other step is dumped,
-    then the run stops or skips it."""
+    """Handles a step that left the weights unchanged. Gradients that overflow in fp16 halve the loss scale; any other
+    step is dumped, then the run stops or skips it."""
     config, state = session.config, session.state
     scale, progress = state.scale, state.progress
-    if scale.enabled and scale.value > scale.SMALLEST:
+    if scale.enabled and math.isfinite(result.loss) and scale.value > scale.SMALLEST:
         scale.overflowed()  # expected: this is how the scale adapts
         return
     with session.monitor.extended_timeout():

@@ -3,6 +3,7 @@
 Retries follow at once here, except where a clock is injected.
 """
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +91,24 @@ def test_three_failures_that_end_a_run_lie_minutes_apart(tmp_path, clock):
     assert len(rows_of(tmp_path)) == 6, "training went on"
     assert clock.now - began >= 180
     assert max(clock.pauses) <= 16, "meanwhile it tries often: a scheduler that asked it to stop does not wait long"
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(tmp_path, undisturbed, monkeypatch):
+    """As on NFS while somebody reads one, or in a folder of another user."""
+
+    def refuse(path):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr("nsa.checkpoint.save.shutil", SimpleNamespace(rmtree=refuse))
+    train(small(ONE_VALIDATION, "train.steps=12", "checkpoint.every=1"), tmp_path)
+    assert metrics_of(tmp_path)["status"] == "done"
+    assert saved_steps(tmp_path)[-2:] == [11, 12]
+    incidents = incidents_of(tmp_path)
+    assert {incident["kind"] for incident in incidents} == {"not_deleted"}
+    assert "Directory not empty; delete it by hand" in incidents[0]["message"]
+    monkeypatch.undo()
+    train(small(ONE_VALIDATION, "train.steps=13", "checkpoint.every=1"), tmp_path, accept_changes=True)
+    assert not list((tmp_path / FOLDER).glob(".writing-*")), "deleted by a later save"
 
 
 @pytest.mark.parametrize("every", [1, 4, 30])

@@ -60,6 +60,12 @@ def test_the_dumped_step_can_be_run_again_and_is_not_finite_again(micro_batch, t
     assert not math.isfinite(again.loss)
 
 
+def test_a_loss_that_is_not_finite_is_no_overflow_of_the_scale_of_fp16(tmp_path):
+    with faults_armed("step.loss:nan:hit=3"), pytest.raises(NumericsError, match=r"step 3: the loss is nan"):
+        train(small("runtime.precision=fp16"), tmp_path)
+    assert [incident["kind"] for incident in incidents_of(tmp_path)] == ["non_finite"]
+
+
 def test_the_dump_holds_the_step_and_not_another(tmp_path, whole_run):
     """A healthy step that is called a NaN: run again from its dump, it gives the very loss of the healthy run."""
     with faults_armed("step.loss:nan:hit=4"), pytest.raises(NumericsError):

@@ -168,7 +168,7 @@ def test_a_resume_in_another_precision_has_the_scale_of_the_new_one(before, afte
 
 
 def test_the_loss_scale_of_fp16_survives(tmp_path):
-    overflow = "step.loss:nan:hit=2"  # the scale halves, and counts its clean steps anew
+    overflow = "step.scaled:nan:hit=2"  # the scale halves, and counts its clean steps anew
     with faults_armed(overflow):
         train(small("runtime.precision=fp16"), tmp_path / "whole")
     train_until(5, tmp_path / "cut", "runtime.precision=fp16", also=overflow)
@@ -248,6 +248,16 @@ def test_accepted_changes_are_reported_and_used_from_the_checkpoint_on(crashed_r
 def test_a_change_that_moves_the_schedule_says_the_old_and_the_new_rate(override, line, crashed_run):
     changes = _check_changes(checkpoint_of(crashed_run, 4), small(override), accept_changes=True)
     assert changes[1:] == ([line] if line else [])
+
+
+def test_a_run_that_was_shortened_below_its_last_step_is_done(tmp_path, capsys):
+    train(small(), tmp_path)
+    train(small("train.steps=4"), tmp_path, accept_changes=True)
+    rows = rows_of(tmp_path)
+    capsys.readouterr()
+    train(small("train.steps=4"), tmp_path)
+    assert "this run is done" in capsys.readouterr().out
+    assert rows_of(tmp_path) == rows
 
 
 def test_a_finished_run_continues_when_more_steps_are_accepted(tmp_path):

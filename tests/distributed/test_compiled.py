@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,35 @@ def test_the_compile_cache_drops_the_files_unused_for_longest(no_cache_folder, m
     assert sorted(path.name for path in no_cache_folder.rglob("*") if path.is_file()) == ["new", "recent"]
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(no_cache_folder)
     assert os.environ["TRITON_CACHE_DIR"] == str(no_cache_folder / "triton"), "also for kernels of this package"
+
+
+def test_the_compile_cache_drops_a_kernel_as_a_whole(no_cache_folder, monkeypatch):
+    """Triton fails where it finds the description of a kernel without its code."""
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 250)
+    for number, name in enumerate(("x/kernel.json", "y/kernel.json", "y/kernel.cubin", "x/kernel.cubin")):
+        path = no_cache_folder / "triton" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (number, number))
+    compile_cache.use_compile_cache()
+    assert {path.parent.name for path in no_cache_folder.rglob("kernel.*")} == {"x"}
+
+
+@pytest.mark.parametrize("fails", ["lstat", "unlink"])
+def test_files_of_the_compile_cache_that_vanish_or_stay_do_not_stop_a_run(no_cache_folder, monkeypatch, fails):
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 50)
+    no_cache_folder.mkdir(parents=True)
+    (no_cache_folder / "file").write_bytes(bytes(100))
+    real = getattr(Path, fails)
+
+    def refuse(path, *arguments, **options):
+        if path.name == "file":
+            raise PermissionError(path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, fails, refuse)
+    compile_cache.use_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(no_cache_folder)
 
 
 @pytest.mark.parametrize("case", ["chosen by the user", "a file is in the way"])

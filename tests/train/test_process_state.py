@@ -13,6 +13,7 @@ import yaml
 import nsa.parallel.numerics
 import nsa.train.loop
 from nsa.config import parse_config
+from nsa.errors import NSAError
 from nsa.parallel.numerics import compute_precision, cpu_has_bf16, default_threads, numerics
 from nsa.train import train
 from tests import warm
@@ -116,6 +117,16 @@ def test_settings_of_a_run_follow_its_configuration_and_the_callers_come_back():
     with pytest.raises(KeyError):
         failing_run()
     assert {name: get() for name, (get, _, _) in SWITCHES.items()} == before
+
+
+def test_a_failed_run_with_a_process_group_leaves_the_process_able_to_train(tmp_path):
+    """As in a notebook, where the next cell starts the corrected run."""
+    wrong = small("parallel.strategy=ddp", "train.eval_sequences=2", "data.source=text", "data.paths=[/none]")
+    with pytest.raises(NSAError):
+        train(wrong, tmp_path / "wrong")
+    assert not torch.distributed.is_initialized()
+    train(small("parallel.strategy=ddp", "train.steps=2"), tmp_path / "right")
+    assert len(rows_of(tmp_path / "right")) == 2
 
 
 def test_a_caller_that_uses_pytorchs_newer_precision_settings_gets_them_back():
