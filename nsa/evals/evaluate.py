@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
@@ -35,7 +35,7 @@ def evaluate(
     """Measures loss, recall, tasks and, if asked, the selection at every length and returns plain data. Calls `log` for
     every length beyond the training length, and when a length is done."""
     trained = run.config.train.seq_len
-    prompts = _prompts(run, lengths)
+    prompts = _prompts(run, lengths, samples)
     for length in lengths:
         if length > trained:
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
@@ -72,21 +72,20 @@ def evaluate(
     }
 
 
-def _prompts(run: TrainedRun, lengths: Sequence[int]) -> dict[int, dict[str, Prompts]]:
+def _prompts(run: TrainedRun, lengths: Sequence[int], samples: int) -> dict[int, dict[str, Prompts]]:
     """Creates the prompts by length and keys, with as many depths as fit into the shortest length. Raises ConfigError
-    early if a length is too short."""
+    early if a length is too short for one of its prompts."""
     for num_depths in DEPTHS:
         prompts = {
             length: {keys: Prompts(run.tokenizer, length, num_depths, several=keys == "several") for keys in KEYS}
-            for length in lengths
+            for length in sorted(lengths)
         }
-        try:
-            fit = [kind.has_room() for kind in prompts[min(lengths)].values()]
-            if all(fit):
-                break
-        except ConfigError:
-            if num_depths == DEPTHS[-1]:
-                raise
+        with suppress(ConfigError):
+            if all(kind.has_room() for kind in prompts[min(lengths)].values()):
+                return prompts
+    for kind in (kind for kinds in prompts.values() for kind in kinds.values()):
+        for number, depths in enumerate(kind.questions(samples)):
+            kind.make(depths, number)
     return prompts
 
 

@@ -59,7 +59,8 @@ def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> lis
     train = run.config.train
     wanted = max(1, train.eval_sequences * train.seq_len // length)
     try:
-        changed, checked = train.model_copy(update={"seq_len": length}), slice(None if check else 0)
+        changed = train.model_copy(update={"seq_len": length, "eval_sequences": wanted})
+        checked = slice(None if check else 0)
         data = build_data(run.config.data, changed, run.tokenizer, checked=checked)
     except (ConfigError, DataError) as error:
         raise type(error)(f"--lengths: {length} does not fit the data: {error}") from None

@@ -341,11 +341,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _tokenizer(source: Path, vocab_size: int, described: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:
     """Returns keys of the `data` section, and the bytes of the tokenizer file. Without a file, a vocabulary of 256
-    means the tokenizer `bytes`."""
-    name = ByteTokenizer.name if vocab_size == ByteTokenizer.vocab_size else None
-    if described.get("model_type") == OWN_TYPE and described.get("tokenizer") in BUILT_IN:
+    means the tokenizer `bytes`. The file of a built-in tokenizer matters only if tokens were added to its own one."""
+    file, name = source / TOKENIZER_FILE, ByteTokenizer.name if vocab_size == ByteTokenizer.vocab_size else None
+    added = _read_json(file).get("added_tokens") if file.is_file() else None
+    is_built_in = described.get("model_type") == OWN_TYPE and described.get("tokenizer") in BUILT_IN
+    if is_built_in and not (isinstance(added, list) and len(added) > 1):
         name = described["tokenizer"]
-    elif (file := source / TOKENIZER_FILE).is_file():
+    elif file.is_file():
         separator, end_tokens = _special_tokens(source, described)
         tokenizer = load_tokenizer(str(file), separator=separator, end_tokens=end_tokens)
         if tokenizer.vocab_size > vocab_size:

@@ -353,13 +353,23 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _continued(self, tokens_BS: Tensor, mask: Tensor | None, cache: NSACache) -> Tensor:
         rows, width = tokens_BS.shape
         counts = [width] * rows if mask is None else mask.sum(1).tolist()
-        return self.decoder.hidden(tokens_BS, cache=cache.append(counts, width))
+        longest = max(counts)
+        hidden_BSC: Tensor
+        if longest == 0:  # padding alone, whose output has no meaning
+            cache._tokens += width
+            hidden_BSC = self.decoder.embedding(tokens_BS)
+            return hidden_BSC
+        hidden_BSC = self.decoder.hidden(tokens_BS[:, :longest], cache=cache.append(counts, width))
+        return pad(hidden_BSC, (0, 0, 0, width - longest))
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
     ) -> Any:
         if generation_config.use_cache is False:
             return None
+        mask = model_kwargs.get("attention_mask")
+        if generation_config.prefill_chunk_size is not None and mask is not None and not mask[:, -1].all():
+            raise ArgumentError("prefill_chunk_size", "needs padding on the left; set tokenizer.padding_side = 'left'")
         if generation_config.num_beams > 1:
             raise _refused("beam search")
         if model_kwargs.get("past_key_values") is not None:

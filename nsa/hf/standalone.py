@@ -366,13 +366,13 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values must be a DynamicCache, got {type(past_key_values).__name__}")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
         rows, width = input_ids.shape
-        if attention_mask is None:
-            attention_mask = input_ids.new_ones(rows, known + width)
-        if list(attention_mask.shape) != [rows, known + width]:
-            shape = list(attention_mask.shape)
-            raise ValueError(f"attention_mask must be [{rows}, {known + width}], batch and tokens, got {shape}")
-        mask = attention_mask.bool()
+        wanted = [rows, known + width]
+        mask = (input_ids.new_ones(wanted) if attention_mask is None else attention_mask).bool()
+        if list(mask.shape) != wanted:
+            raise ValueError(f"attention_mask must be {wanted}, batch and tokens, got {list(mask.shape)}")
         is_padded = not bool(mask.all())
+        if is_padded and (mask[:, :known].any(1) & ~mask[:, known:].any(1)).any():
+            raise ValueError("attention_mask has a row without a new token; with prefill_chunk_size, pad on the left")
         if position_ids is not None and ((position_ids.diff() != 1) & mask[:, known + 1 :] & mask[:, known:-1]).any():
             raise ValueError("position_ids of packed documents are not supported without the package nsa")
         position = (mask.cumsum(1) - 1).clamp(min=0)[:, known:]

@@ -28,9 +28,9 @@ def _fast_tokenizer(tokenizer: Tokenizer, max_length: int, chat_template: str | 
     separator, end = special_texts(tokenizer)
     backend.encode_special_tokens = chat_template is None
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{separator} $A",
-        pair=f"{separator} $A {separator} $B",
-        special_tokens=[(separator, tokenizer.separator)],
+        single="SEPARATOR $A",  # its text could have a meaning in a template
+        pair="SEPARATOR $A SEPARATOR $B",
+        special_tokens=[{"id": "SEPARATOR", "ids": [tokenizer.separator], "tokens": [separator]}],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -1,6 +1,7 @@
 """The figures of an evaluation (`nsa eval`): loss by position; recall, tasks and selection by length."""
 
 from html import escape
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def evaluation_facts(found: dict[str, Any]) -> str:
 
 def _loss(found: dict[str, Any]) -> str:
     curves = []
-    for row, style in zip(found["loss"], STYLES, strict=False):
+    for row, style in zip(found["loss"], cycle(STYLES), strict=False):
         ends = [(number(bucket["first"]), number(bucket["last"])) for bucket in row["buckets"]]
         losses = np.array([number(bucket["loss"]) for bucket in row["buckets"]])
         middles = np.sqrt([max(1.0, first * last) for first, last in ends])

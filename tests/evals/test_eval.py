@@ -20,8 +20,10 @@ from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError
 from nsa.evals import scoring
 from nsa.evals.evaluate import DEPTHS
+from nsa.evals.evaluate import evaluate as evaluate_run
 from nsa.train import train
 from tests.checkpoint.helpers import small, train_until
+from tests.data.mirror import write_mirror
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,23 @@ def test_the_loss_of_the_trained_length_is_the_validation_of_the_run(folder):
     assert (last.first, last.last, last.tokens) == (16, 32, 2 * 17)
     mean = sum(bucket.loss * bucket.tokens for bucket in buckets) / 64
     assert mean == pytest.approx(json.loads((folder / "metrics.json").read_text())["val_loss"], rel=1e-5)
+
+
+def test_a_stream_is_read_until_the_tokens_of_a_validation_are_measured(folder, tmp_path):
+    write_mirror(tmp_path, files=2, row_groups=40, rows=4)
+    stream = ["data.source=fineweb_edu", f"data.paths=[{tmp_path}]", "data.validation_fraction=0.3"]
+    run = nsa.load_run(folder, overrides=[*stream, "train.eval_sequences=100"])
+    with scoring.inference(run):
+        assert sum(bucket.tokens for bucket in scoring.loss_by_position(run, 8)) == 100 * 32
+
+
+def test_conversations_without_an_answer_among_the_measured_sequences_are_an_error(folder, tmp_path):
+    answer = {"role": "assistant", "content": "a"}
+    talks = [[{"role": "user", "content": f"{n} " * 600}, answer] for n in range(60)]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    data = ["data.source=chat", f"data.paths=[{tmp_path}/talk.jsonl]", "data.validation_fraction=0.2"]
+    with pytest.raises(DataError, match="the first 1 validation sequences contain no answer of an assistant"):
+        evaluate(folder, *data, "train.eval_sequences=16", "--lengths", "512")
 
 
 def greedy(model, tokens, count):
@@ -173,6 +192,10 @@ def test_text_that_is_not_a_list_of_lengths_is_refused(text, folder):
 def test_lengths_that_do_not_fit_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="--lengths: 32 tokens are too few for a prompt with keys at 2 depths"):
         evaluate(folder)
+    lines = []
+    with pytest.raises(ConfigError, match="--lengths: 41 tokens are too few"):  # the first prompt fits
+        evaluate_run(nsa.load_run(folder), [41, 300], 40, lines.append)
+    assert not lines, "nothing was measured before"
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 500)
     text = ["data.source=text", f"data.paths=[{tmp_path}]", "data.validation_fraction=0.5"]

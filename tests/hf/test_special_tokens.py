@@ -14,6 +14,7 @@ from nsa.data.sequences import COUNTED
 from nsa.hf.exporter import export_model
 from nsa.hf.importer import import_model
 from nsa.train import train
+from tests.hf.runs import make_run
 from tests.hf.test_importer import make
 
 transformers = pytest.importorskip("transformers")
@@ -127,6 +128,25 @@ def test_which_tokens_a_folder_names(tmp_path, changes, options, separator, end_
     write_tokenizer(tmp_path / "hf", {7: "<|endoftext|>", 8: "<|im_end|>"}, **options)
     data = import_model(tmp_path / "hf", tmp_path / "run").data
     assert (data.separator, data.end_tokens) == (separator, end_tokens)
+
+
+def test_tokens_that_were_added_to_an_export_are_imported_again(tmp_path):
+    export_model(make_run(tmp_path / "run", "mean"), tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
+    tokenizer.eos_token, tokenizer.split_special_tokens = "<|end|>", False
+    tokenizer.chat_template = "{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}"
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(tmp_path / "tuned")
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    assert import_model(tmp_path / "tuned", tmp_path / "again").data.end_tokens == ["<|end|>"]
+    run = load_run(tmp_path / "again")
+    assert run.tokenizer.ends == (257, 255)
+    assert run.tokenizer.encode("hi").tolist() == [*b"hi"]
+    with closing(run.chat_tokenizer()) as chat:
+        assert chat.prompt([{"role": "user", "content": "hi"}]) == [256, *b"hi", 257]
 
 
 def test_built_in_tokenizers_have_no_other_ends(tmp_path):

@@ -71,9 +71,10 @@ for name in sys.argv[1:]:
         {"position_ids": restart},
         padded,
         {"seq_idx": tokens * 0},
+        {"attention_mask": (torch.arange(137) < 50).long()[None], "prefill_chunk_size": 60},
     ):
         try:
-            model(tokens, **argument)
+            model.generate(tokens, **argument) if "prefill_chunk_size" in argument else model(tokens, **argument)
         except ValueError as error:
             assert str(error).startswith(next(iter(argument))), error
         else:

@@ -100,19 +100,23 @@ def test_padding_on_either_side_changes_nothing(run, exported):
                 torch.testing.assert_close(logits[i, mask[i].bool()], run.model(row[None])[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [(70, 33, 1), (40, 33, 1)], ids=["some rows", "all rows"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generation_continues_after_padding_on_either_side(exported, use_cache):
+def test_generation_continues_after_padding_on_either_side(exported, use_cache, lengths):
     model = load(exported)
-    rows = [torch.randint(0, 255, (length,)) for length in (70, 33, 1)]
+    rows = [torch.randint(0, 255, (length,)) for length in lengths]
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": use_cache}
     want = [model.generate(row[None], **options)[0, len(row) :].tolist() for row in rows]
-    for side in ("left", "right"):
+    for side in ("right", "left"):
         tokens, mask = torch.zeros(3, 70, dtype=torch.int64), torch.zeros(3, 70, dtype=torch.int64)
         for i, row in enumerate(rows):
             at = slice(70 - len(row), None) if side == "left" else slice(0, len(row))
             tokens[i, at], mask[i, at] = row, 1
         drawn = model.generate(tokens, attention_mask=mask, **options)[:, 70:].tolist()
         assert [row[: len(alone)] for row, alone in zip(drawn, want, strict=True)] == want, side
+    if use_cache:  # a first chunk may be padding alone
+        chunked = model.generate(tokens, attention_mask=mask, prefill_chunk_size=16, **options)[:, 70:].tolist()
+        assert chunked == drawn
 
 
 def test_positions_that_restart_are_packed_documents(run, exported):
@@ -250,6 +254,8 @@ def test_unsupported_features_are_refused_by_name(exported):
         model(tokens, past_key_values=transformers.DynamicCache())
     with pytest.raises(ArgumentError, match="inputs_embeds"):
         model(inputs_embeds=torch.zeros(1, 3, 48))
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: needs padding on the left"):
+        model.generate(tokens, attention_mask=(torch.arange(10) < 5).long()[None], prefill_chunk_size=4)
     with pytest.raises(ArgumentError, match="offload"):
         model.gradient_checkpointing_enable(offload=True)
     with pytest.raises(ConfigError, match="not an empty folder"):
@@ -291,6 +297,19 @@ def test_the_tokenizer_encodes_the_same(tmp_path, name):
         assert theirs.encode(text) == [ours.separator, *ids]
         assert theirs.decode(ids) == ours.decode(ids)
     assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
+
+
+@pytest.mark.parametrize("separator", ["<s:1>", "<|doc:0|>", "[END OF TEXT]", "$A"])
+def test_any_text_may_be_the_separator(tmp_path, separator):
+    tokenizer_named("json", tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", separator))
+    fast_tokenizer(load_tokenizer(str(file), separator=separator), 512).save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    a, b = (theirs.encode(text, add_special_tokens=False) for text in ("main", "return"))
+    start = theirs.convert_tokens_to_ids(separator)
+    assert theirs.encode("main") == [start, *a]
+    assert theirs("main", "return")["input_ids"] == [start, *a, start, *b]
 
 
 def test_ignored_keys_of_a_tokenizer_file_do_not_prevent_an_export(tmp_path):

@@ -194,6 +194,14 @@ def test_an_evaluation_is_part_of_the_page_with_its_numbers(finished):
     assert "12,000 tokens</li>" in losses
 
 
+def test_an_evaluation_shows_the_loss_of_every_length(finished):
+    (row, _) = MEASURED["loss"]
+    rows = [row | {"length": 512 << n} for n in range(12)]
+    (finished / "eval.json").write_text(json.dumps(MEASURED | {"loss": rows}))
+    losses = figure_of(render(read_run(finished)), "plot-position")
+    assert all(f"{row['length']:,} tokens</li>" in losses for row in rows)
+
+
 @pytest.mark.parametrize(
     "content",
     [
