@@ -1,7 +1,8 @@
 """Estimated floating-point operations per training token, as configured and with dense attention in every layer.
 
-A multiplication and an addition count as two operations; backward costs twice the forward pass. The operations of
-attention are averaged over the queries of one sequence, which see different numbers of keys.
+A multiplication and an addition count as two operations; backward costs twice the forward pass, except that of scores
+that only select blocks, which have none. The operations of attention are averaged over the queries of one sequence,
+which see different numbers of keys.
 """
 
 from dataclasses import dataclass
@@ -27,4 +28,5 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> FlopsPerToken:
     layers = [layer for _, layer in attention_layers(decoder)]
     sparse = 2.0 * matrices + sum(layer.forward_flops(seq_len) for layer in layers)
     dense = 2.0 * matrices + sum(layer.dense_flops(seq_len) for layer in layers)
-    return FlopsPerToken(FORWARD_AND_BACKWARD * sparse, FORWARD_AND_BACKWARD * dense)
+    selection = sum(layer.selection_flops(seq_len) for layer in layers)
+    return FlopsPerToken(FORWARD_AND_BACKWARD * sparse + selection, FORWARD_AND_BACKWARD * dense)

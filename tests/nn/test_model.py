@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nsa.config.architecture import Architecture, ModelConfig, NSAConfig
+from nsa.config.architecture import Architecture, ModelConfig, MSAConfig, NSAConfig
 from nsa.nn.attention.nsa import mean_keys_read
 from nsa.nn.flops import flops_per_token
 from nsa.nn.model import Decoder, build_model
@@ -83,6 +83,23 @@ def test_mean_keys_read_match_a_count_by_hand():
     win_keys = [min(t + 1, 3) for t in range(tokens)]
     expected = (sum(cmp_keys) / 12, sum(sel_keys) / 12, sum(win_keys) / 12)
     assert mean_keys_read(spec, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "msa"])
+def test_attention_counts_three_times_and_scores_that_only_select_once(kind):
+    config = Architecture(model=TINY.model_copy(update={"attention": kind}), nsa=NSAConfig(), msa=MSAConfig())
+    model, tokens = build_model(config, 256, seed=0), 4096
+    linear = 6 * (model.num_parameters() - model.embedding.weight.numel())
+    seen = sum(max(0, (t - 31) // 16 + 1) for t in range(tokens))  # compressed tokens
+    if kind == "nsa":
+        read = seen + sum(t + 1 if t < 1024 else 960 + t % 64 + 1 for t in range(tokens))
+        read += sum(min(t + 1, 512) for t in range(tokens))
+        scores = 2 * 4 * 16 * seen
+    else:
+        read = sum(t + 1 if t < 2048 else 1920 + t % 128 + 1 for t in range(tokens))
+        scores = 2 * 2 * 16 * sum(t + 1 for t in range(tokens))
+    attention = 2 * (3 * (2 * 4 * (16 + 16)) * read + scores) / tokens
+    assert flops_per_token(model, tokens).sparse == pytest.approx(linear + attention)
 
 
 def test_sparse_attention_is_cheaper_on_long_sequences_and_not_on_short_ones():

@@ -85,6 +85,7 @@ class Attention(nn.Module):
 
     and optionally
 
+        selection_flops    operations without a backward pass
         attend_context     attention under context parallelism, which is refused unless a kind implements it
         attend_chunk       attention of many new tokens by the operators of whole sequences; without it, `attend_cached`
                            computes them
@@ -248,6 +249,10 @@ class Attention(nn.Module):
     def forward_flops(self, seq_len: int) -> float:
         """Floating-point operations of the attention itself per token of such a sequence, in the forward pass."""
         raise NotImplementedError
+
+    def selection_flops(self, seq_len: int) -> float:
+        """Operations per token of scores that only select blocks."""
+        return 0.0
 
     def dense_flops(self, seq_len: int) -> float:
         """`forward_flops` of causal dense attention with the same heads."""

@@ -219,8 +219,10 @@ class MSAAttention(DenseAttention):
         return f"sparse attention from step {step} on" if was_dense or ends else None
 
     def forward_flops(self, seq_len: int) -> float:
-        scores = 0.0 if seq_len <= self.spec.dense_tokens else self.num_kv_heads * self.index_dim * (seq_len + 1.0)
-        return self.flops_per_key * mean_keys_read(self.spec, seq_len) + scores
+        return self.flops_per_key * mean_keys_read(self.spec, seq_len)
+
+    def selection_flops(self, seq_len: int) -> float:
+        return 0.0 if seq_len <= self.spec.dense_tokens else self.num_kv_heads * self.index_dim * (seq_len + 1.0)
 
     def saved_operators(self) -> list[Any]:
         """Also those of dense attention, in the warm-up and for short sequences."""

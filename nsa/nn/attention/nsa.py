@@ -205,9 +205,10 @@ class NSAAttention(Attention):
         return nsa_context.attend_context(self, x_BSC, context, cu_seqlens)
 
     def forward_flops(self, seq_len: int) -> float:
-        keys = mean_keys_read(self.spec, seq_len)
-        per_score = 2.0 * self.num_heads * self.head_dim_k  # selection scores every compressed token again
-        return self.flops_per_key * sum(keys) + per_score * keys[0]
+        return self.flops_per_key * sum(mean_keys_read(self.spec, seq_len))
+
+    def selection_flops(self, seq_len: int) -> float:
+        return 2.0 * self.num_heads * self.head_dim_k * mean_keys_read(self.spec, seq_len)[0]
 
     def saved_operators(self) -> list[Any]:
         ops = torch.ops.nsa
