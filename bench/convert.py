@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, learning
-from bench.learning import read_results, run_logged, validations
+from bench.learning import BATCH, EVAL_TOKENS, RECALL_BATCH, read_results, run_logged, validations
 from bench.output import Results, add_dirty_option
 
 RESULTS, RECALL_RESULTS = Path("bench/results/convert-h200.jsonl"), Path("bench/results/convert-recall-h200.jsonl")
@@ -56,9 +56,8 @@ def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.time()
     code = 0
     if not is_finished(folder):
-        given = argparse.Namespace(**vars(options) | {"override": overrides_for("dense", options)})
-        overrides = learning.overrides_of(work, "dense", given, options.seed, options.rate)
-        code = run_logged(["train", "configs/m7c_125m.yaml", *overrides], work / f"{folder.name}.log")
+        overrides = learning.overrides_of(work, "dense", for_dense(options), options.seed, options.rate)
+        code = run_logged(["train", learning.CONFIG, *overrides], work / f"{folder.name}.log")
     found = result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
     return found | (recall_of({"end": folder}, options) if code == 0 else {})
 
@@ -78,7 +77,11 @@ def recall_of(folders: dict[str, Path], options: argparse.Namespace) -> dict[str
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
-    return learning.folder_of(work, "dense", options, options.seed, options.rate)
+    return learning.folder_of(work, "dense", for_dense(options), options.seed, options.rate)
+
+
+def for_dense(options: argparse.Namespace) -> argparse.Namespace:
+    return argparse.Namespace(**vars(options) | {"override": overrides_for("dense", options)})
 
 
 def is_finished(folder: Path) -> bool:
@@ -100,7 +103,7 @@ def import_all(work: Path, options: argparse.Namespace) -> dict[str, Path]:
         *DATA.split(),
         *learning.data_of(work, options),
         f"train.seq_len={options.seq_len}",
-        f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
+        f"train.eval_sequences={learning.eval_sequences(options)}",
     ]
     for kind, recipe in RECIPES.items():
         if not (made / kind / "config.yaml").exists():  # written last
@@ -195,13 +198,14 @@ def result_of(
 ) -> dict[str, Any]:
     return {
         "row": row,
-        "changes": " ".join(options.override),
+        "changes": " ".join(learning.further_of(options)),
         "seq_len": options.seq_len,
         "dense_tokens": learning.steps_of(options) * options.seq_len * options.batch_size,
         "seed": options.seed,
+        "corpus": options.corpus,
         "exit_code": code,
         "tokens": curve[-1][0] if curve else 0,
-        "val_loss": curve[-1][1] if curve else None,
+        "val_loss": curve[-1][1] if curve and not code else None,
         "curve": curve,
         "seconds": round(time.time() - began, 1),
         "runs_at_once": options.jobs,
@@ -209,7 +213,7 @@ def result_of(
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(result[name] for name in ("row", "changes", "seq_len", "dense_tokens", "seed"))
+    return tuple(result.get(name) for name in ("row", "changes", "seq_len", "dense_tokens", "seed", "corpus"))
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -217,27 +221,36 @@ def run(work: Path, options: argparse.Namespace) -> None:
     if unknown := [row for row in rows if row not in (*ROWS, "dense")]:
         sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are dense, {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
+    options.corpus = learning.corpus_of(work, options.tokenizer)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
-    wanted = [row for row in rows if key_of(result_of(row, options, 0, 0.0, [])) not in done]
+    is_lost = rows == ["dense"] and not is_finished(dense_folder(work, options))  # trained on another machine
+    wanted = [row for row in rows if is_lost or key_of(result_of(row, options, 0, 0.0, [])) not in done]
+    failed = 0
     if "dense" in wanted:
-        record(dense_run(work, options), results)
+        failed += record(dense_run(work, options), results)
         wanted.remove("dense")
-    if not wanted:
-        return
-    models = import_all(work, options)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for finished in as_completed([pool.submit(convert, row, models, options) for row in wanted]):
-            record(finished.result(), results)
+    if wanted:
+        models = import_all(work, options)
+        with ThreadPoolExecutor(options.jobs) as pool:
+            running = [pool.submit(convert, row, models, options) for row in wanted]
+            failed += sum(record(finished.result(), results) for finished in as_completed(running))
+    if failed:
+        sys.exit(f"{failed} rows failed; their logs are in {work}")
 
 
-def record(result: dict[str, Any], results: Results) -> None:
+def record(result: dict[str, Any], results: Results) -> bool:
+    """True if the row failed."""
     results.append(result)
-    print(f"{result['row']}: {result['val_loss']} after {result['seconds']} s", flush=True)
+    ended = f"exit code {result['exit_code']}" if result["exit_code"] else result["val_loss"]
+    print(f"{result['row']}: {ended} after {result['seconds']} s", flush=True)
+    return result["exit_code"] != 0
 
 
 def finished_rows(results: Path) -> dict[str, dict[str, Any]]:
-    """The last result of every row that finished; those of conversions with the loss of the same dense model."""
+    """The last result of every row that finished, on the corpus of the last of all; those of conversions with the loss
+    of the same dense model."""
     found = [r for r in read_results(results) if r["exit_code"] == 0 and r["val_loss"] is not None]
+    found = [r for r in found if r.get("corpus") == found[-1].get("corpus")]
     dense = {key_of(r)[1:]: r for r in found if r["row"] == "dense"}
     rows = {r["row"]: r | {"dense_loss": dense[key_of(r)[1:]]["val_loss"]} for r in found if key_of(r)[1:] in dense}
     return dict(sorted(rows.items(), key=lambda item: ["dense", *ROWS].index(item[0])))
@@ -336,7 +349,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, help="of the dense model; default: 8, of recall 2")
     parser.add_argument("--lengths", default="8192", help="of prompts, with --recall")
-    parser.add_argument("--eval-tokens", type=int, default=1 << 20)
+    parser.add_argument("--eval-tokens", type=int, default=EVAL_TOKENS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="conversions at once on the GPU")
     parser.add_argument("--results", type=Path)
@@ -345,7 +358,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(tasks="pairs")
     options = parser.parse_intermixed_args(arguments)
     options.tokens = options.tokens or (144_000_000 if options.recall else 64_000_000)
-    options.batch_size = options.batch_size or (2 if options.recall else 8)
+    options.batch_size = options.batch_size or (RECALL_BATCH if options.recall else BATCH)
     options.results = options.results or (RECALL_RESULTS if options.recall else RESULTS)
     options.rate = learning.RECALL_RATE if options.recall else learning.RATE
     options.wanted, options.action = options.action, "recall" if options.recall else "run"

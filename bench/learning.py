@@ -11,9 +11,9 @@
 Text is the source code and documentation of the installed Python packages. A document is a folder: its files of 4 KB
 and more, each once in the whole corpus, after a line with their path, so that a long context helps. Runs use `nsa
 train`, each in its own process and folder; a run that was stopped is resumed, a row that the results have for the same
-corpus is not trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and trains on bytes
-instead of BPE tokens. `--evaluate` measures every trained row with `nsa eval --selection`: its loss by position, and
-the attention mass of the selected blocks.
+corpus and overrides is not trained again. Rows differ only in the overrides of ROWS. `--tokenizer bytes` prepares and
+trains on bytes instead of BPE tokens. `--evaluate` measures every trained row with `nsa eval --selection`: its loss by
+position, and the attention mass of the selected blocks.
 
 The corpus depends on the packages of the machine, and losses of different corpora cannot be compared: tables `--by` and
 figures have only rows of the corpus that most rows name. `plot --results FILE --by position,seconds` draws other
@@ -31,16 +31,19 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from textwrap import fill, wrap
+from typing import Any, NamedTuple
 
 from bench import figures
 from bench.output import Results, add_dirty_option
+from nsa.config import load_config
 from nsa.run_folder import HEARTBEAT, TRAINING, read_events, read_rows
 
 RESULTS = Path("bench/results/learning-h200.jsonl")
@@ -53,12 +56,15 @@ FIGURES = {
     Path("docs/img/learning-32k.svg"): (Path("bench/results/learning-32k-h200.jsonl"), "position,seconds"),
 }
 PAGE = Path("docs/learning.md")
+CONFIG = "configs/m7c_125m.yaml"
 MARKS = re.compile(r"(<!-- bench\.learning show --by (\w+) --results (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt", ".h", ".hpp", ".cuh", ".cu", ".cpp", ".c", ".pyx", ".js", ".ts")
 SMALLEST_FILE, LARGEST_FILE = 4 << 10, 512 << 10
 LARGEST_DOCUMENT = 1 << 20
 VOCABULARY = 16_384
 RATE, RECALL_RATE = 6e-4, 1e-3
+BATCH, RECALL_BATCH = 8, 2
+EVAL_TOKENS = 1 << 20
 BASE = (
     "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
     "train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
@@ -67,6 +73,7 @@ BASE = (
 # `dense` and `nsa` are the comparison; each of the others changes one thing, or adds norms to a pattern.
 ROWS: dict[str, str] = {
     "dense": "model.attention=dense",
+    "dense-wide": "model.attention=dense model.mlp_dim=2252",  # as many parameters as nsa
     "nsa": "",
     "msa": "model.attention=msa",
     "pattern-1-3": "model.layer_pattern=[dense,nsa,nsa,nsa]",
@@ -191,7 +198,21 @@ def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: 
     kind = "" if options.action == "run" else f"{options.action}-"
     kind += "" if options.tasks == "pairs" else f"{options.tasks.replace(',', '-')}-"
     kind += "" if options.tokenizer == "bpe" else f"{options.tokenizer}-"
-    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}"
+    further = " ".join(further_of(options))
+    mark = f"-{hashlib.sha256(further.encode()).hexdigest()[:8]}" if further else ""
+    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}{mark}"
+
+
+def further_of(options: argparse.Namespace) -> list[str]:
+    """What sets the runs of a command apart besides the names of rows: sizes that are not the default, overrides."""
+    batch = RECALL_BATCH if options.action == "recall" else BATCH
+    sizes = [f"train.batch_size={options.batch_size}"] if options.batch_size != batch else []
+    sizes += [f"train.eval_sequences={eval_sequences(options)}"] if options.eval_tokens != EVAL_TOKENS else []
+    return [*sizes, *options.override]
+
+
+def eval_sequences(options: argparse.Namespace) -> int:
+    return max(1, options.eval_tokens // options.seq_len)
 
 
 def steps_of(options: argparse.Namespace) -> int:
@@ -209,7 +230,7 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
         f"train.seq_len={options.seq_len}",
         f"train.batch_size={options.batch_size}",
         f"train.eval_every={max(1, steps // 4)}",
-        f"train.eval_sequences={max(1, options.eval_tokens // options.seq_len)}",
+        f"train.eval_sequences={eval_sequences(options)}",
         f"train.seed={seed}",
         f"train.lr={lr:g}",
         f"train.out_dir={folder_of(work, row, options, seed, lr)}",
@@ -221,16 +242,18 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
     folder = folder_of(work, row, options, seed, lr)
     measured: dict[str, Any] = {}
     log = work / f"{folder.name}.log"
-    code = run_logged(["train", "configs/m7c_125m.yaml", *overrides_of(work, row, options, seed, lr)], log)
+    overrides = overrides_of(work, row, options, seed, lr)
+    code = run_logged(["train", CONFIG, *overrides], log)
     if options.action == "recall" and code == 0:
         code, measured = evaluate(folder, options.lengths, log)
     elif options.evaluate and code == 0:
-        code, measured = evaluate(folder, options.lengths, log, "--selection", samples=1)
+        selection = ["--selection"] if {*load_config(CONFIG, overrides).model.layer_kinds()} != {"window"} else []
+        code, measured = evaluate(folder, options.lengths, log, *selection, samples=1)
         measured = {name: measured[name] for name in ("loss", "selection") if name in measured}
-    metrics = json.loads((folder / "metrics.json").read_text()) if (folder / "metrics.json").exists() else {}
+    metrics, about = read_json(folder / "metrics.json"), read_json(folder / "env.json")
     return {
         "row": row,
-        "changes": " ".join([ROWS[row], *options.override]).strip(),
+        "changes": " ".join([ROWS[row], *further_of(options)]).strip(),
         "tokenizer": options.tokenizer,
         "seq_len": options.seq_len,
         "tokens": steps_of(options) * options.seq_len * options.batch_size,
@@ -238,8 +261,10 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "lr": lr,
         "corpus": corpus_of(work, options.tokenizer),
         "exit_code": code,
-        "val_loss": metrics.get("val_loss"),
-        "val_bits_per_byte": metrics.get("val_bits_per_byte"),
+        "val_loss": None if code else metrics.get("val_loss"),
+        "val_bits_per_byte": None if code else metrics.get("val_bits_per_byte"),
+        "parameters": about.get("parameters"),
+        "flops_per_token": about.get("flops_per_token"),
         "curve": validations(folder),
         "seconds": seconds_of(folder),
         "step_seconds": step_seconds(folder),
@@ -247,6 +272,10 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "reason": metrics.get("reason"),
         **({"tasks": options.tasks, "eval": measured} if measured else {}),
     }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def evaluate(
@@ -304,7 +333,24 @@ def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
         lr,
         result.get("tasks", "pairs"),
         result.get("corpus"),
+        further(result),
     )
+
+
+def further(result: dict[str, Any]) -> str:
+    return result["changes"].removeprefix(ROWS.get(result["row"], "")).strip()
+
+
+def own_and_shared(result: dict[str, Any]) -> tuple[str, str]:
+    """The further overrides that dense attention cannot have, and the others that may change what a model learns."""
+    given = [o for o in further(result).split() if not o.startswith(("checkpoint.", "telemetry."))]
+    own = [o for o in given if o.startswith(("nsa.", "msa."))]
+    return " ".join(own), " ".join(o for o in given if o not in own)
+
+
+def compared_with(result: dict[str, Any]) -> tuple[Any, ...]:
+    """Equal for the rows that can be compared with each other."""
+    return (*key_of(result)[1:-1], own_and_shared(result)[1])
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -313,24 +359,27 @@ def run(work: Path, options: argparse.Namespace) -> None:
         sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
     tokens, corpus = steps_of(options) * options.seq_len * options.batch_size, corpus_of(work, options.tokenizer)
+    given = " ".join(further_of(options))
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
         (row, seed, lr)
         for seed in (int(seed) for seed in options.seeds.split(","))
         for lr in (float(lr) for lr in options.rates.split(","))
         for row in options.rows.split(",")
-        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, corpus) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, corpus, given) not in done
     ]
+    failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
         for finished in as_completed(running):
             result = finished.result()
             results.append(result)
-            print(
-                f"{result['row']}, seed {result['seed']}, rate {result['lr']:g}: {result['val_loss']} "
-                f"after {result['seconds']} s",
-                flush=True,
-            )
+            ended = f"exit code {result['exit_code']}" if result["exit_code"] else result["val_loss"]
+            name = f"{result['row']}, seed {result['seed']}, rate {result['lr']:g}"
+            print(f"{name}: {ended} after {result['seconds']} s", flush=True)
+            failed += result["exit_code"] != 0
+    if failed:
+        sys.exit(f"{failed} of {len(wanted)} rows failed; their logs are in {work}")
 
 
 def show(results: Path, by: str | None) -> None:
@@ -342,11 +391,11 @@ def show(results: Path, by: str | None) -> None:
     from rich.table import Table
 
     table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "rate", "val loss", "against dense")
-    found = [r for r in read_results(results) if r["val_loss"] is not None]
-    dense = {key_of(r)[1:]: r["val_loss"] for r in found if r["row"] == "dense"}
+    found = [r for r in read_results(results) if r["exit_code"] == 0]
+    dense = {compared_with(r): r["val_loss"] for r in found if r["row"] == "dense"}
     for r in found:
         row, tokenizer, seq_len, tokens, seed, lr, *_ = key_of(r)
-        base = dense.get(key_of(r)[1:])
+        base = dense.get(compared_with(r))
         cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{lr:g}", f"{r['val_loss']:.4f}")
         table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
     console = Console(width=140)
@@ -381,7 +430,7 @@ def by_position(r: dict[str, Any]) -> Points:
 
 def by_layer(r: dict[str, Any]) -> Points:
     masses = {measured["length"]: measured["layers"] for measured in r.get("eval", {}).get("selection", [])}
-    return [(number, layer["mass"]) for number, layer in enumerate(masses.get(r["seq_len"], []))]
+    return [(int(layer["layer"].split(".")[1]), layer["mass"]) for layer in masses.get(r["seq_len"], [])]
 
 
 # What a run can be shown by: the axes and its points. Runs that shared a GPU have no seconds.
@@ -415,41 +464,70 @@ def comparable(results: Path) -> list[dict[str, Any]]:
     return sorted(kept.values(), key=lambda r: (list(ROWS).index(r["row"]), r["lr"], r["seed"]))
 
 
-def lines_by(found: list[dict[str, Any]], by: str) -> dict[tuple[Any, ...], dict[str, dict[float, float]]]:
-    """For each tokenizer, context and number of tokens: the lines of a table or panel, each with its points."""
-    groups: dict[tuple[Any, ...], dict[str, dict[float, float]]] = {}
+class Line(NamedTuple):
+    """A line of a table or figure. `lr` or `seed` is None in one by rate or by seed."""
+
+    row: str
+    changes: str
+    lr: float | None
+    seed: int | None
+
+    def __str__(self) -> str:
+        rate = "" if self.lr is None else f"rate {self.lr:g}"
+        return ", ".join(filter(None, (self.row, self.changes, rate, f"seed {self.seed}" if self.seed else "")))
+
+    def kind(self) -> tuple[str, bool]:
+        """The row without its optimizer, and whether that is Muon."""
+        return self.row.removesuffix("-muon"), self.row.endswith("-muon")
+
+
+Lines = dict[Line, dict[float, float]]
+
+
+def lines_by(found: list[dict[str, Any]], by: str) -> dict[tuple[Any, ...], Lines]:
+    """For each tokenizer, context, number of tokens and further overrides: the lines of a table or panel, each with its
+    points."""
+    groups: dict[tuple[Any, ...], Lines] = {}
     for r in found:
-        name = r["row"] + (f", rate {r['lr']:g}" if by != "rate" else "")
-        name += f", seed {r['seed']}" if by != "seed" and r["seed"] else ""
+        own, shared = own_and_shared(r)
+        line = Line(r["row"], own, None if by == "rate" else r["lr"], None if by == "seed" else r["seed"])
         if points := BY[by][2](r):
-            groups.setdefault(key_of(r)[1:4], {}).setdefault(name, {}).update(points)
+            groups.setdefault((*key_of(r)[1:4], shared), {}).setdefault(line, {}).update(points)
     return dict(sorted(groups.items()))
 
 
-def kind_of(name: str) -> tuple[str, bool]:
-    """The row without its optimizer, and whether that is Muon."""
-    row = name.partition(",")[0]
-    return row.removesuffix("-muon"), row.endswith("-muon")
+def against_dense(line: Line, lines: Lines, by: str) -> str:
+    """Compares the lowest losses over the rates with the same seed, or the means over the seeds that both lines have,
+    with dense attention with the same optimizer, at the rate where it is best."""
+    points, ratios = lines[line], list[float]()
+    for other, dense in lines.items():
+        shared = points.keys() & dense.keys()
+        if other.kind() != ("dense", line.kind()[1]):
+            continue
+        if by == "rate" and other.seed == line.seed:
+            ratios.append(min(points.values()) / min(dense.values()))
+        elif by == "seed" and shared:
+            ratios.append(fmean(points[x] for x in shared) / fmean(dense[x] for x in shared))
+    return f"{max(ratios) - 1:+.1%}".replace("%", " %") if ratios else ""
 
 
 def tables_by(results: Path, by: str) -> str:
-    """Markdown. The lowest loss over the rates, or the mean over the seeds, is compared with that of dense attention
-    with the same optimizer."""
-    title, value = {"rate": ("lowest", min), "seed": ("mean", fmean)}.get(by, ("", min))
+    """Markdown, with a summary of each row by rate and by seed."""
+    titles = {"rate": ["lowest"], "seed": ["mean", "lowest to highest"]}.get(by, [])
     text: list[str] = []
-    for (tokenizer, seq_len, tokens), lines in lines_by(comparable(results), by).items():
+    for (tokenizer, seq_len, tokens, shared), lines in lines_by(comparable(results), by).items():
         columns = sorted({x for points in lines.values() for x in points})
-        header = ["row", *(f"{x:g}" for x in columns), *([title, "against dense"] if title else [])]
-        about = f"{tokenizer}, {seq_len:,} tokens of context, {tokens / 1e6:.0f} million tokens, by {BY[by][0]}:"
-        text += ["", about, "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
-        values = {name: value(points.values()) for name, points in lines.items()}
-        for name, points in lines.items():
-            cells = [f"{points[x]:.4f}" if x in points else "" for x in columns]
-            dense = [v for other, v in values.items() if kind_of(other) == ("dense", kind_of(name)[1])]
-            if title:
-                against = f"{values[name] / min(dense) - 1:+.1%}".replace("%", " %") if dense else ""
-                cells += [f"{values[name]:.4f}", against]
-            text.append(f"| {' | '.join([name, *cells])} |")
+        header = ["row", *(f"{x:g}" for x in columns), *titles, *(["against dense"] if titles else [])]
+        about = [tokenizer, f"{seq_len:,} tokens of context", f"{tokens / 1e6:.0f} million tokens", shared]
+        text += ["", f"{', '.join(filter(None, about))}, by {BY[by][0]}:", ""]
+        text += [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        for line, points in lines.items():
+            low, high = min(points.values()), max(points.values())
+            summary = {"lowest": f"{low:.4f}", "mean": f"{fmean(points.values()):.4f}"}
+            summary["lowest to highest"] = f"{low:.4f} to {high:.4f}" if len(points) > 1 else ""
+            cells = [f"{points[x]:.4f}" if x in points else "" for x in columns] + [summary[title] for title in titles]
+            cells += [against_dense(line, lines, by)] if titles else []
+            text.append(f"| {' | '.join([str(line), *cells])} |")
     return "\n".join([*text, "", ""])
 
 
@@ -467,19 +545,22 @@ def plot(results: Path, by: str, figure: Path) -> bool:
         return False
     columns = min(2, len(panels))
     with figures.figure(figure, -(-len(panels) // columns), columns, salt="learning") as drawn:
-        for axes, (way, (tokenizer, seq_len, tokens), lines) in zip(drawn.axes, panels, strict=False):
+        for axes, (way, (tokenizer, seq_len, tokens, shared), lines) in zip(drawn.axes, panels, strict=False):
             others = cycle(figures.COLOURS[2:])
             colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0], "msa": figures.COLOURS[1]}
-            for name, points in lines.items():
-                kind, is_muon = kind_of(name)
-                style = {"color": colours.get(kind) or next(others), "ls": "--" if is_muon else "-"}
-                axes.plot(list(points), list(points.values()), "o", ms=4, **style, label=name)
+            colours = defaultdict(partial(next, others), colours)
+            markers = defaultdict(lambda: cycle("osD^vPX*"))  # the lines of a kind differ in these
+            for line, points in lines.items():
+                kind, is_muon = line.kind()
+                style = {"color": colours[kind], "ls": "--" if is_muon else "-", "marker": next(markers[kind, is_muon])}
+                axes.plot(list(points), list(points.values()), ms=5, **style, label=fill(str(line), 40))
             if way in ("rate", "position"):
                 axes.set_xscale("log", base=10 if way == "rate" else 2)
                 ticks = sorted({x for points in lines.values() for x in points})[:: 1 if way == "rate" else 3]
                 axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
                 axes.minorticks_off()
-            axes.set(title=f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens")
+            title = f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens"
+            axes.set(title="\n".join([title, *wrap(shared, 40)]))
             axes.set(xlabel=BY[way][0], ylabel=BY[way][1])
             axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 6 else {}))
         for axes in drawn.axes[len(panels) :]:
@@ -499,7 +580,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="default: 60 million; recall: 144 million")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, help="default: 8; recall: 2, since it takes steps more than tokens")
-    parser.add_argument("--eval-tokens", type=int, default=1 << 20)
+    parser.add_argument("--eval-tokens", type=int, default=EVAL_TOKENS)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once on the GPU; their speed is then shared")
     parser.add_argument("--max-mb", type=int, default=400, help="text to collect")
     parser.add_argument("--evaluate", action="store_true", help="run: measure every row with `nsa eval --selection`")
@@ -514,7 +595,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     is_recall = options.action == "recall"
     options.rows = options.rows or ("pattern-1-1,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")
     options.tokens = options.tokens or (144_000_000 if is_recall else 60_000_000)
-    options.batch_size = options.batch_size or (2 if is_recall else 8)
+    options.batch_size = options.batch_size or (RECALL_BATCH if is_recall else BATCH)
     options.rates = options.rates or f"{RECALL_RATE if is_recall else RATE}"
     options.lengths = options.lengths or (RECALL_LENGTHS if is_recall else f"{options.seq_len}")
     if unknown := [way for way in (options.by or "tokens").split(",") if way not in BY]:

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from bench import convert
+from bench.learning import read_results
 from nsa.config import load_config
 from tests.bench.conftest import TINY
 
@@ -21,7 +22,10 @@ def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shar
     with pytest.raises(SystemExit, match="has not finished; run it first"):
         convert.main([*arguments, "--rows", "two-stages"])
     called.fails = "/two-stages-2"
-    convert.main(arguments)
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        convert.main(arguments)
+    (failed,) = (r for r in read_results(results) if r["exit_code"])
+    assert (failed["row"], failed["val_loss"]) == ("two-stages", None)
     assert [c for c in called if c.startswith("train") and "/two-stages-1" in c]
     called.clear()
     called.fails = "nothing"
@@ -43,10 +47,31 @@ def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shar
     assert 0 < rows["two-stages"]["first_stage_tokens"] < rows["two-stages"]["tokens"]
     msa = rows["msa-two-stages"]
     assert msa["curve"][1][0] == msa["first_stage_tokens"], "the first stage validates dense attention"
+    found = [r | {"corpus": "another"} for r in read_results(results)]
+    results.write_text("".join(json.dumps(r) + "\n" for r in found))
+    convert.main([*arguments, "--rows", "dense"])
+    assert len(read_results(results)) == len(found) + 1, "results of another corpus do not count"
+    assert list(convert.finished_rows(results)) == ["dense"]
+    (folder,) = (shards / "runs").iterdir()
+    folder.rename(shards / "elsewhere")
+    called.fails = "train"
+    with pytest.raises(SystemExit, match="run it first"):
+        convert.main([*arguments, "--rows", "dense,dense-continued"])
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        convert.main([*arguments, "--rows", "dense"])
+
+
+def test_every_dense_model_has_its_own_folder():
+    given = [], ["model.n_layers=77"], ["--batch-size", "4"], ["--eval-tokens", "8192"]
+    options = [convert.parse(["run", "work", *more]) for more in given]
+    assert len({convert.dense_folder(o.work, o) for o in options}) == 4
+    options = [convert.parse(["run", "work", *more]) for more in ([], ["nsa.window=64"], ["--batch-size", "8"])]
+    assert len({convert.dense_folder(o.work, o) for o in options}) == 1
 
 
 def row(name, loss, **more):
     options = convert.parse(["run"])
+    options.corpus = "a corpus"
     curve = [(0, loss + 0.5), (3_000_000, loss + 0.1), (6_389_760, loss)]
     return convert.result_of(name, options, 0, 0.0, curve) | more
 

@@ -1,16 +1,23 @@
 """`python -m bench.learning`: its rows are runs that can start, its results can be shown."""
 
 import json
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
+from bench import figures, learning
 from bench.learning import (
+    CONFIG,
     FIGURES,
     MARKS,
     PAGE,
     RATES_RESULTS,
     RESULTS,
     ROWS,
+    VOCABULARY,
+    by_layer,
     comparable,
     corpus_of,
     lines_by,
@@ -30,14 +37,14 @@ from tests.bench.conftest import TEXT, TINY, make_shards
 @pytest.mark.parametrize("action", ["run", "recall"])
 def test_every_row_is_a_configuration_that_loads(row, action, tmp_path):
     options = parse([action, str(tmp_path), "--tokenizer", "bytes", "--tokens", "1000000", "train.log_every=7"])
-    config = load_config("configs/m7c_125m.yaml", overrides_of(tmp_path, row, options, seed=3, lr=1e-3))
+    config = load_config(CONFIG, overrides_of(tmp_path, row, options, seed=3, lr=1e-3))
     assert config.train.seed == 3
     assert config.train.log_every == 7
     steps = 62 if action == "recall" else 16
     assert config.train.steps == steps
     sources = [part.source for part in config.data.mixture] or [config.data.source]
     assert sources == (["prepared", "recall"] if action == "recall" else ["prepared"])
-    assert config.train.out_dir.endswith(f"{'recall-' * (action == 'recall')}bytes-{row}-8192-{steps}-s3-lr0.001")
+    assert f"/{'recall-' * (action == 'recall')}bytes-{row}-8192-{steps}-s3-lr0.001-" in config.train.out_dir
 
 
 def test_results_are_shown_with_their_recall(tmp_path, capsys):
@@ -67,12 +74,16 @@ def test_a_row_is_trained_and_measured_once_for_each_corpus(shards, tmp_path, ca
         assert [bucket["first"] for bucket in loss["buckets"]] == [1 << n for n in range(7)]
         assert all(layer["mass"] < 1 for layer in selection["layers"]) == (r["row"] != "dense")
         assert 0 < r["step_seconds"] * r["curve"][-1][0] < r["seconds"]
-    for by, columns in ("position", "1 | 2 | 4 | 8 | 16 | 32 | 64"), ("seed", "0 | mean | against dense"):
+        assert r["parameters"] > 0 < r["flops_per_token"]
+    for by, columns in (
+        ("position", "1 | 2 | 4 | 8 | 16 | 32 | 64"),
+        ("seed", "0 | mean | lowest to highest | against dense"),
+    ):
         capsys.readouterr()
         main(["show", "--results", str(results), "--by", by])
         shown = capsys.readouterr().out
         assert f"| row | {columns} |" in shown
-        assert shown.index("| dense, rate 0.001 |") < shown.index("| nsa, rate 0.001 |")
+        assert shown.index("| dense, rate 0.001 |") < shown.index("| nsa, nsa.cmp_block=4 ")
     pytest.importorskip("matplotlib")
     for runs_at_once, panels in (1, ["tokens of context", "seconds in training steps"]), (2, ["tokens of context"]):
         results.write_text("".join(json.dumps(r | {"runs_at_once": runs_at_once}) + "\n" for r in found))
@@ -83,8 +94,93 @@ def test_a_row_is_trained_and_measured_once_for_each_corpus(shards, tmp_path, ca
         ] == panels
     results.write_text("".join(json.dumps(r | {"corpus": "another"}) + "\n" for r in found))
     called.fails = "train"
-    main([*arguments, "--rows", "dense,nsa"])
+    with pytest.raises(SystemExit, match="2 of 2 rows failed"):
+        main([*arguments, "--rows", "dense,nsa"])
     assert len(called) == 8, "the results of another corpus do not count"
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands of rows, none of which runs; those that contain `commands.fails` fail, after an earlier success."""
+
+    class Commands(list):
+        fails = "nothing"
+
+    found = Commands()
+
+    def run(arguments, log):
+        found.append(" ".join(arguments))
+        folder = Path(arguments[1])
+        if arguments[0] == "train":
+            folder = Path(load_config(arguments[1], arguments[2:]).train.out_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.json").write_text(json.dumps({"val_loss": 3.0, "val_bits_per_byte": 1.0}))
+        (folder / "eval.json").write_text(json.dumps({"loss": []}))
+        return 2 if found.fails in found[-1] else 0
+
+    monkeypatch.setattr(learning, "run_logged", run)
+    monkeypatch.setattr(learning, "corpus_of", lambda *_: "c6d32d9a62f6")
+    return found
+
+
+@pytest.mark.parametrize(
+    "given", [["train.weight_decay=0"], ["--batch-size", "4"], ["--eval-tokens", "8192"], ["nsa.window=64"]]
+)
+def test_further_overrides_and_sizes_make_a_run_of_their_own(given, tmp_path, commands):
+    results = tmp_path / "results.jsonl"
+    results.write_text(RATES_RESULTS.read_text())
+    arguments = ["run", str(tmp_path), "--rows", "nsa", "--tokens", "32047104", "--results", str(results)]
+    arguments += ["--allow-dirty", "--rates", "6e-4"]
+    main(arguments)
+    assert commands == [], "the row that the results have"
+    for _ in range(2):
+        main([*arguments, *given])
+    assert len(commands) == 1
+    plain, other = (learning.folder_of(tmp_path, "nsa", parse([*arguments, *more]), 0, 6e-4) for more in ([], given))
+    assert plain.name == "nsa-8192-489-s0-lr0.0006"
+    assert other != plain
+    assert f"train.out_dir={other}" in commands[0]
+
+
+def test_a_row_that_failed_has_no_loss_and_is_not_shown(tmp_path, commands, capsys):
+    results = tmp_path / "results.jsonl"
+    arguments = ["run", str(tmp_path), "--rows", "dense,nsa", "--results", str(results), "--allow-dirty"]
+    commands.fails = "model.attention=dense"
+    with pytest.raises(SystemExit, match="1 of 2 rows failed"):
+        main(arguments)
+    assert "dense, seed 0, rate 0.0006: exit code 2" in capsys.readouterr().out
+    assert {r["row"]: r["val_loss"] for r in read_results(results)} == {"dense": None, "nsa": 3.0}
+    old = [r | {"val_loss": 3.0} for r in read_results(results)]
+    results.write_text("".join(json.dumps(r) + "\n" for r in old))
+    main(["show", "--results", str(results)])
+    shown = capsys.readouterr().out
+    assert "nsa" in shown
+    assert "dense " not in shown.replace("against dense", "")
+
+
+@pytest.mark.parametrize(("row", "selects"), [("window", False), ("window-dense", True), ("nsa", True)])
+def test_the_selection_is_measured_in_models_that_have_one(row, selects, tmp_path, commands):
+    results = ["--results", str(tmp_path / "results.jsonl"), "--allow-dirty"]
+    main(["run", str(tmp_path), "--rows", row, "--evaluate", *results])
+    assert commands[1].startswith("eval")
+    assert ("--selection" in commands[1]) == selects
+
+
+def test_layers_have_the_numbers_of_the_model():
+    layers = [{"layer": f"blocks.{n}.attention", "mass": n / 10} for n in (3, 7)]
+    result = {"seq_len": 256, "eval": {"selection": [{"length": 256, "layers": layers}]}}
+    assert by_layer(result) == [(3, 0.3), (7, 0.7)]
+
+
+def test_wide_dense_attention_has_as_many_parameters_as_nsa():
+    from nsa.nn.model import build_model
+
+    def parameters(row):
+        with torch.device("meta"):
+            return build_model(load_config(CONFIG, ROWS[row].split()), VOCABULARY, 0).num_parameters()
+
+    assert parameters("dense-wide") == pytest.approx(parameters("nsa"), rel=1e-4)
+    assert parameters("dense") < 0.95 * parameters("nsa")
 
 
 def test_the_corpus_is_named_by_its_tokens_alone(shards, tmp_path):
@@ -120,6 +216,63 @@ def test_rates_are_compared_within_the_corpus_of_most_rows(tmp_path, capsys):
     assert all(f">{label}<" in drawn for label in ("learning rate", "dense", "nsa-muon", "0.5", "1"))
     assert ">2<" not in drawn
     assert drawn == (tmp_path / "img" / "b.svg").read_text()
+
+
+@pytest.fixture
+def studied(tmp_path):
+    """Writes results with these losses, by row, seed, rate and further overrides, and returns their path."""
+    (one, *_) = (r for r in read_results(RATES_RESULTS) if "corpus" in r)
+
+    def write(*losses):
+        rows = [
+            one | {"row": row, "changes": f"{ROWS[row]} {more}", "seed": seed, "lr": lr, "val_loss": loss}
+            for row, seed, lr, more, loss in losses
+        ]
+        path = tmp_path / "results.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return path
+
+    return write
+
+
+def test_rows_are_compared_with_dense_rows_of_the_same_seeds_and_overrides(studied, capsys):
+    losses = [("dense", 0, 0.5, "", 4.0), ("dense", 1, 0.5, "", 5.0), ("nsa", 1, 0.5, "", 4.5)]
+    losses += [("dense", 0, 0.5, "train.weight_decay=0", 3.0), ("nsa", 0, 0.5, "train.weight_decay=0", 3.3)]
+    losses += [("nsa", 1, 0.5, "nsa.window=64 checkpoint.every=9", 5.5)]
+    results = studied(*losses)
+    main(["show", "--results", str(results), "--by", "rate"])
+    shown = capsys.readouterr().out
+    assert "| nsa, seed 1 | 4.5000 | 4.5000 | -10.0 % |" in shown
+    assert "| nsa, nsa.window=64, seed 1 | 5.5000 | 5.5000 | +10.0 % |" in shown
+    decayed = shown[shown.index("32 million tokens, train.weight_decay=0, by learning rate:") :]
+    assert "| nsa | 3.3000 | 3.3000 | +10.0 % |" in decayed
+    main(["show", "--results", str(results), "--by", "seed"])
+    shown = capsys.readouterr().out
+    assert "| dense, rate 0.5 | 4.0000 | 5.0000 | 4.5000 | 4.0000 to 5.0000 | +0.0 % |" in shown
+    assert "| nsa, rate 0.5 |  | 4.5000 | 4.5000 |  | -10.0 % |" in shown
+    main(["show", "--results", str(results)])
+    shown = capsys.readouterr().out
+    assert "-10.00%" in shown
+    assert shown.count("+10.00%") == 2
+
+
+def test_the_lines_of_a_figure_can_be_told_apart(studied, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = []
+
+    @contextmanager
+    def figure(*arguments, make=figures.figure, **more):
+        with make(*arguments, **more) as made:
+            drawn.append(made)
+            yield made
+
+    monkeypatch.setattr(figures, "figure", figure)
+    rows = ("dense", "nsa", "nsa-muon", "pattern-1-1")
+    results = studied(*((row, seed, 0.5, "", 4.0 + seed) for row in rows for seed in range(3)))
+    main(["plot", "--results", str(results), "--by", "rate", "--figure", str(tmp_path / "a.svg")])
+    lines = drawn[0].axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines) == 12
+    assert len({line.get_color() for line in lines}) == 3, "a color for each kind"
 
 
 def test_the_guide_has_the_tables_and_figures_of_its_results(tmp_path):
