@@ -59,9 +59,9 @@ def test_ctrl_c_once_saves_and_exits_with_130(tmp_path):
 
 def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
     runs = make_runs(tmp_path, "single")
-    # Asleep inside a step, which would not end for an hour.
-    processes = start(runs, "run", faults="step.forward:sleep:hit=4")
-    wait_for_rows(tmp_path / "run", 3)
+    # Asleep inside a step, which would not end for an hour, while step 6 is being saved.
+    processes = start(runs, "run", faults="step.forward:sleep:hit=7")
+    wait_for_rows(tmp_path / "run", 6)
     time.sleep(0.5)
     processes[0].send_signal(signal.SIGINT)
     time.sleep(0.3)
@@ -69,10 +69,10 @@ def test_ctrl_c_twice_stops_at_once_with_the_last_checkpoint_intact(tmp_path):
     processes[0].send_signal(signal.SIGINT)
     [ended] = wait_all(processes, timeout_s=10)
     assert ended.code == 130
-    assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+    assert find_checkpoint(tmp_path / "run").name == "step_00000004"
     again = start(runs, "run", steps=8)
     assert wait_all(again)[0].code == 2  # train.steps differs: refused, nothing is changed
-    assert find_checkpoint(tmp_path / "run").name == "step_00000002"
+    assert find_checkpoint(tmp_path / "run").name == "step_00000004"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])

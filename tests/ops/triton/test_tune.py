@@ -34,7 +34,7 @@ def assert_tiles_launched(launches, kernel, plan):
     launch = plan.large if plan.method in ("tile", "parts") else plan.small
     assert_launched(launches, kernel, launch, lambda o: o["ROWS"], lambda o: o["KEYS"])
     if plan.method in ("adaptive", "parts"):
-        ratios = [args[10] for recorded, args, _ in launches if recorded.__name__ == "_tile_lists_kernel"]
+        ratios = [args[12] for recorded, args, _ in launches if recorded.__name__ == "_tile_lists_kernel"]
         assert ratios[-1] == plan.ratio
 
 
