@@ -41,8 +41,8 @@ GRANULARITIES: tuple[Granularity, ...] = ("none", "branch", "selective", "block"
 COMPILED_SHARES = {"none": (0.75, 0.78), "selective": (0.90, 0.99), "block": (0.90, 0.99)}
 # The same shares if the MLP of a recomputed pass runs in chunks, which compiling does not reduce.
 LONG_COMPILED_SHARES = {"none": COMPILED_SHARES["none"], "selective": (1.03, 1.05)}
-# The same shares with runtime.float8: two measurements of the 1B model with NSA, from when gate and up were one product;
-# none with recomputation.
+# The same shares with runtime.float8: two measurements of the 1B model with NSA when gate and up were one product, none
+# with recomputation.
 FLOAT8_COMPILED_SHARES = {"none": (0.57, 0.60)}
 # Memory besides the estimate: the CUDA context with its kernels and NCCL, and fragmentation as a share.
 CONTEXT_GIB, GAPS = 1.0, 0.05

@@ -41,7 +41,8 @@ def launch_commands(check: ReadinessCheck, config_file: Path, overrides: tuple[s
     if check.scale is not FULL:
         return [shlex.join(["nsa", "ready", str(config_file), *overrides, "--nproc", str(check.nproc)])]
     folder = check.config.train.out_dir or str(Path("runs") / config_file.stem)
-    return [format_command(config_file, check.nproc, overrides), f"nsa watch {folder}", f"nsa report {folder}"]
+    look = [shlex.join(["nsa", command, folder]) for command in ("watch", "report")]
+    return [format_command(config_file, check.nproc, overrides), *look]
 
 
 def build_result(check: ReadinessCheck, phases: list[Phase], config_file: Path, overrides: tuple[str, ...]) -> Result:

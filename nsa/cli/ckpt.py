@@ -82,11 +82,13 @@ def export(
 
 def _root(run_dir: Path) -> Path:
     from nsa.checkpoint.format import FOLDER, committed
-    from nsa.run_folder import reading_run
+    from nsa.run_folder import METRICS_FILE, reading_run
 
     root = run_dir / FOLDER
     with reading_run(run_dir):
         run_dir.stat()
     if not committed(root):
+        if (run_dir / METRICS_FILE).exists():
+            raise CheckpointError(f"{run_dir}: has saved no checkpoint yet")
         raise CheckpointError(f"{run_dir}: contains no checkpoint; give the out_dir of a run")
     return root

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from nsa.cli.arguments import ConfigFile, JoinedOverrides, Overrides, all_overrides
-from nsa.config import load_config
+from nsa.config import load_config, parse_config
 from nsa.config.load import warn_if_unlikely
 from nsa.files import expand_home
 
@@ -26,11 +26,10 @@ def train(
     ] = False,
 ) -> None:
     """Train a model, or resume from the newest checkpoint in the folder of the run."""
-    given = all_overrides(overrides, override)
-    resolved = load_config(config, given)
+    resolved = load_config(config, all_overrides(overrides, override), os.environ)  # once: it may be a pipe
     if resolved.train.out_dir is None:
-        given.append(f"train.out_dir={json.dumps(str(Path('runs') / config.stem), ensure_ascii=False)}")
-    resolved = load_config(config, given, os.environ)
+        folder = json.dumps(str(Path("runs") / config.stem), ensure_ascii=False)
+        resolved = parse_config(resolved.to_dict(), str(config), [f"train.out_dir={folder}"])
     warn_if_unlikely(resolved, str(config))
     from nsa.train import train as train_model
 

@@ -14,7 +14,7 @@ from nsa.ops.spec import MSASpec, NSASpec
 
 def _known_kind(kind: str) -> str:
     if kind not in KINDS:
-        raise PydanticCustomError("kind", "{message}", {"message": f"must be one of {', '.join(KINDS)}, got {kind!r}"})
+        raise PydanticCustomError("kind", "{message}", {"message": f"must be one of {', '.join(KINDS)}"})
     return kind
 
 

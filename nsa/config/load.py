@@ -23,12 +23,16 @@ from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
 
 _repr = reprlib.Repr()  # shortens values: one may be as large as its file
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
+_QUOTE = "put a text that begins with *, & or ! in quotes, for example ['*.txt']"
 # Advice by a part of the parser's message; the first match counts.
 _YAML_HINTS = {
     "\\t": "indent with spaces, not tabs",
-    "tag": "tags are not supported, write the plain value",
+    "tag": f"tags are not supported, write the plain value; {_QUOTE}",
+    "alias": f"write out its value; {_QUOTE}",
     "is not supported": "write out its value",
     "given twice": "keep one of them",
+    "alphabetic or numeric": _QUOTE,
+    "cannot start any token": "put the value in quotes",
 }
 _YAML_HINT = "check indentation, colons and brackets there"
 
@@ -51,6 +55,7 @@ def load_config(
     """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
     If there is no such file, `path` may be one of `shipped_names()`.
+    An override of model.attention sets the kind of all layers: it resets model.layer_pattern of the file.
     The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
     A file in a run folder (`in_run`) must be a regular file; any other file may be a link or a pipe.
     """
@@ -64,7 +69,10 @@ def load_config(
         raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
-    content = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST)
+    content, overrides = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST), list(overrides)
+    model = content.get("model") if isinstance(content, dict) else None
+    if isinstance(model, dict) and any(part.partition("=")[0].strip() == "model.attention" for part in overrides):
+        model.pop("layer_pattern", None)
     return parse_config(content, str(path), overrides, environment)
 
 
@@ -72,7 +80,10 @@ def _read(path: Path, in_run: bool) -> str:
     if in_run:
         return read_regular(path, 4 * LARGEST_SAVED).decode()  # a character has up to 4 bytes
     with path.open(encoding="utf-8") as file:
-        return file.read(LARGEST + 1)
+        text = file.read(LARGEST + 1)
+    if not text and path.is_fifo():
+        raise ConfigError(f"{path}: the pipe is empty; check the command that writes it, or give a file")
+    return text
 
 
 def shipped_names() -> list[str]:
@@ -168,6 +179,8 @@ def warn_if_unlikely(config: Config, origin: str) -> None:
             f"train.warmup_steps: {warmup} is more than the {steps} of train.steps: the learning rate never reaches "
             f"train.lr={config.train.lr:g}; lower it, unless this run tests the start of a longer one"
         )
+    if config.train.profile_steps and config.train.profile_steps[0] > steps:
+        remarks.append(f"train.profile_steps: begins after the {steps} of train.steps: nothing is profiled; lower it")
     for remark in remarks:
         warnings.warn(f"{origin}: {remark}", ConfigWarning, stacklevel=2)
 
@@ -187,7 +200,9 @@ def _parse_yaml(text: str, origin: str, most: int = LARGEST) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        hint = next((hint for part, hint in _YAML_HINTS.items() if part in problem), _YAML_HINT)
+        is_tag = "',' or ']'" in problem and re.search(r"[\[,]\s*!", text)  # [!a.*]: the tag takes the bracket
+        default = _QUOTE if is_tag else _YAML_HINT
+        hint = next((hint for part, hint in _YAML_HINTS.items() if part in problem), default)
         raise ConfigError(f"{origin}{where}: not valid YAML: {problem}; {hint}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin}: not valid YAML: {error}") from None
@@ -244,6 +259,8 @@ def _describe(error: ValidationError, origin: str, applied: list[tuple[tuple[str
             if problem["type"] != "rule":
                 missing = "nothing; remove the key to use its default"
                 text += f", got {missing if problem['input'] is None else _repr.repr(problem['input'])}"
+            if problem["type"] == "string_type" and isinstance(problem["input"], int | float):
+                text += """; put it in quotes (in an override: '"..."')"""
         yield f"{_source(keys, text, applied) or origin}: {'.'.join(keys)}: {text}"
 
 

@@ -2,6 +2,7 @@
 the loss against steps, tokens and time. Like a report it needs no script, network or font."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
@@ -19,7 +20,7 @@ from nsa.inspect.svg import STYLES, Curve, Plot
 
 COMPARISON_FILE = "comparison.html"  # in the current folder: it belongs to no run
 _OWN = ("train.out_dir",)  # keys that differ between any two runs
-# Dense FLOP/s in 16 bits, as NVIDIA states them. The first key that is part of the GPU's name applies.
+# Dense FLOP/s in 16 bits, as NVIDIA states them. The first key that ends a word of the GPU's name applies.
 _PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12}
 
 
@@ -45,7 +46,7 @@ def utilisation(view: RunView) -> float:
     gpus = view.env.get("gpu")
     if not view.on_gpu or not isinstance(gpus, list) or view.env.get("precision") not in ("bf16", "fp16"):
         return math.nan
-    peak = next((peak for part, peak in _PEAK.items() if part in str(gpus[0])), math.nan)
+    peak = next((peak for part, peak in _PEAK.items() if re.search(rf"{part}\b", str(gpus[0]))), math.nan)
     return view.recent("toks_per_s") * number(view.env.get("flops_per_token")) / (peak * max(1, view.world_size))
 
 

@@ -121,7 +121,7 @@ class RunView:
     def step(self) -> int:
         if len(self.training):
             return self.training.step
-        reported = [file.newest["step"] for file in self._heartbeats.values() if file.newest]
+        reported = [file.done_steps for file in self._heartbeats.values() if file.newest]
         return max(reported, default=whole(self.metrics.get("steps"), 0))
 
     @property
@@ -136,7 +136,7 @@ class RunView:
     @property
     def percent(self) -> str:
         """`done` as text; 100 % only if all steps are done."""
-        return f"{math.floor(100 * self.done)}%"
+        return f"{100 * min(self.step, self.steps) // self.steps if self.steps > 0 else 0}%"
 
     @property
     def attempts(self) -> int:

@@ -236,6 +236,7 @@ class HeartbeatFile(LogFile):
     def __init__(self, path: Path):
         self.events: list[Event] = []  # all non-routine events
         self.newest: Event = {}
+        self.done_steps = 0
         self.first_step: Event = {}  # of the newest start of the process
         self.attempts: list[float] = []  # start times of the process
         self.seconds: list[float] = []  # duration of each attempt
@@ -280,6 +281,8 @@ class HeartbeatFile(LogFile):
         passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; old files have no "clock"
         self.seconds[-1] = max(self.seconds[-1], passed)
         self.newest = event
+        if event["event"] not in ("hang", "attention"):  # they name the step that has begun
+            self.done_steps = event["step"]
 
     def _drop_earlier_attempts(self) -> None:
         attempt = len(self.attempts)

@@ -28,7 +28,12 @@ class StepProfiler:
 
     def after(self, step: int) -> Path | None:
         """Returns the trace file after the last profiled step."""
-        if self._profile is None or self.steps is None or step < self.steps[1]:
+        return None if self.steps is None or step < self.steps[1] else self.close()
+
+    def close(self) -> Path | None:
+        """Writes what was recorded, also if the run ends before the last step to profile. Returns the trace file, or
+        None if nothing was left to write."""
+        if self._profile is None:
             return None
         recorded, self._profile = self._profile, None
         recorded.stop()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from nsa.config import Config
@@ -107,7 +108,10 @@ class Monitor:
 
     def _on_hang(self, report: dict[str, Any], message: str) -> None:
         """Called in the watchdog's thread; the process ends when it returns."""
-        reason = HangError(f"{message}; the same command resumes from the last checkpoint")
+        remedy = "the same command resumes from the last checkpoint"
+        if not self._steps_done:
+            remedy = "if the first step is only slow, raise telemetry.watchdog_first_step_s or make the step smaller"
+        reason = HangError(f"{message}; {remedy}")
         self.stream.emit("hang", **report)
         record_end(self.claim, reason, self._steps_done, self.describe())
         self.stream.flush(3.0)
@@ -169,7 +173,9 @@ class Monitor:
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
                 f" | {row.val_bits_per_byte:.4f} bits per byte"
             )
-        trace = self.profiler.after(row.step)
+        self._log_profile(self.profiler.after(row.step))
+
+    def _log_profile(self, trace: Path | None) -> None:
         if trace is not None:
             self.log(f"profile in {trace}, its ten costliest operators in {trace.with_suffix('.txt').name}")
 
@@ -231,6 +237,8 @@ class Monitor:
                 self._heartbeat.withdraw_boot()
 
     def close(self) -> None:
+        with self._failures.counted():
+            self._log_profile(self.profiler.close())
         self.tracer.close()
         self.stream.close()
         self._printed.flush()

@@ -326,6 +326,8 @@ def test_a_quick_check_clears_only_itself():
     assert quick == ["nsa ready x.yaml train.lr=1 --nproc 2"]  # no command that trains
     train = "torchrun --standalone --nproc-per-node 2 -m nsa train x.yaml train.lr=1"
     assert full == [train, "nsa watch runs/x", "nsa report runs/x"]
+    *_, watch, report = launch_commands(check_of(CONFIG, 2, FULL), Path("my run.yaml"), ())
+    assert (watch, report) == ("nsa watch 'runs/my run'", "nsa report 'runs/my run'")
 
 
 def test_text_from_files_does_nothing_in_the_pages():

@@ -1,5 +1,6 @@
 """For every mistake of a user, the command names the field and what to do, sets its exit code and trains nothing."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -130,6 +131,7 @@ BROKEN_FILES = [
     Case("file-missing", CONFIG, "rum.yaml", "did you mean", config_name="rum.yaml"),
     Case("file-missing-like-no-other", CONFIG, "zzz.yml", "give the path of a YAML file", config_name="zzz.yml"),
     Case("file-is-a-folder", CONFIG, "a_folder", "give the path of a YAML file", config_name="a_folder"),
+    Case("name-not-utf8", CONFIG, "is not valid UTF-8", "rename the file", config_name="\udcff", files={"\udcff": ""}),
     config_file("bracket-open", "model: {dim: 32\n", "run.yaml, line", "check indentation, colons and brackets"),
     config_file("indent-wrong", "model:\n  dim: 32\n n_heads: 2\n", "run.yaml, line 3", "check indentation"),
     config_file("tab", "model:\n\tdim: 32\n", "run.yaml, line 2", "indent with spaces, not tabs"),
@@ -330,12 +332,14 @@ def test_checking_a_file_finds_a_misspelt_tokenizer(tmp_path, monkeypatch, capsy
     assert "b.yaml" not in stderr
 
 
-def test_training_warns_of_a_warm_up_that_never_ends(tmp_path, monkeypatch, capsys):
+def test_training_warns_of_a_warm_up_that_never_ends_and_a_profile_that_never_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "run.yaml").write_text(BASE.replace("OUT_DIR", str(tmp_path / "out")))
     monkeypatch.setattr("nsa.train.train", lambda *run, **options: None)
-    exit_code, stderr = run_here(["train", str(tmp_path / "run.yaml"), "train.warmup_steps=9"], monkeypatch, capsys)
+    overrides = ["train.warmup_steps=9", "train.profile_steps=[2, 3]"]
+    exit_code, stderr = run_here(["train", str(tmp_path / "run.yaml"), *overrides], monkeypatch, capsys)
     assert exit_code == 0
     assert "run.yaml: train.warmup_steps: 9 is more than the" in stderr
+    assert "run.yaml: train.profile_steps: begins after the 1 of train.steps" in stderr
 
 
 @pytest.mark.parametrize(
@@ -357,6 +361,20 @@ def test_a_run_gets_the_folder_that_was_named(name, overrides, folder, tmp_path,
     Path(f"{name}.yaml").write_text(BASE.replace(", out_dir: OUT_DIR", ""))
     exit_code, stderr = run_here(["train", f"{name}.yaml", *overrides], monkeypatch, capsys)
     assert (exit_code, stderr, folders) == (0, "", [Path(folder.replace("HOME", str(tmp_path / "home")))])
+
+
+def test_a_run_has_the_configuration_that_a_pipe_holds(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    reader, writer = os.pipe()
+    os.write(writer, BASE.replace(", out_dir: OUT_DIR", "").encode())
+    os.close(writer)
+    runs = []
+    monkeypatch.setattr("nsa.train.train", lambda config, folder, **options: runs.append((config, folder)))
+    exit_code, stderr = run_here(["train", f"/dev/fd/{reader}"], monkeypatch, capsys)
+    os.close(reader)
+    assert (exit_code, stderr) == (0, "")
+    [(config, folder)] = runs
+    assert (config.model.dim, config.train.out_dir, folder) == (32, f"runs/{reader}", Path(f"runs/{reader}"))
 
 
 @pytest.mark.parametrize(("arguments", "culprit"), MISTYPED, ids=[" ".join(words) for words, _ in MISTYPED])
@@ -420,6 +438,13 @@ def test_every_command_reports_a_missing_run_alike(command, run_folder, tmp_path
     exit_code, stderr = run_here(given.split(), monkeypatch, capsys)
     said = f"error: {key}runs/gone: cannot be read: No such file or directory; give the out_dir of a run\n"
     assert (exit_code, stderr) == (CHECKPOINT, said)
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_run_before_its_first_save_is_distinguished_from_other_folders(command, tmp_path, monkeypatch, capsys):
+    assert_refused(["ckpt", command, str(tmp_path)], "contains no checkpoint", "give the out_dir", monkeypatch, capsys)
+    (tmp_path / "metrics.json").write_text('{"status": "running", "steps": 0}')
+    assert_refused(["ckpt", command, str(tmp_path)], str(tmp_path), "has saved no checkpoint yet", monkeypatch, capsys)
 
 
 def test_generating_from_a_run_without_weights_is_refused(run_folder, monkeypatch, capsys):

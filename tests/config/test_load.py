@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -148,6 +149,17 @@ def test_an_override_reaches_a_section_the_file_does_not_have(load):
 def test_an_override_replaces_a_whole_section(load):
     config = load("train: {steps: 5, seed: 9}", "train={steps: 6}")
     assert (config.train.steps, config.train.seed) == (6, 0)
+
+
+def test_one_override_gives_all_layers_of_a_file_with_a_pattern_the_same_kind(load):
+    hybrid, pattern = "model: {layer_pattern: [msa, dense]}\nmsa: {block: 64}", "model.layer_pattern=[window]"
+    dense = load(hybrid, "model.attention=dense")
+    assert (dense.model.layer_pattern, set(dense.model.layer_kinds()), dense.msa) == (None, {"dense"}, Config().msa)
+    assert load(hybrid, "model.attention=msa").msa.block == 64
+    assert load(hybrid, "model.n_layers=4").model.layer_pattern == ["msa", "dense"]
+    for overrides in (["model.attention=dense", pattern], [pattern, "model.attention=dense"]):
+        assert load(hybrid, *overrides).model.layer_pattern == ["window"]
+    assert set(load_config("m7c_125m_hybrid", ["model.attention=nsa"]).model.layer_kinds()) == {"nsa"}
 
 
 def test_an_override_can_set_a_key_back_to_nothing(load):
@@ -335,6 +347,30 @@ def test_a_tag_is_refused_and_nothing_runs(mistakes, tmp_path, value):
     assert "this" not in sys.modules
 
 
+@pytest.mark.parametrize("value", ["[*.txt]", "[**/*.txt]", "[*, a]", "[*bias]", "[!head.*]", "[a, !b]", "[!a, b]"])
+def test_a_glob_without_quotes_gets_the_advice_to_quote_it(mistakes, value):
+    for [line] in (mistakes(f"train:\n  freeze: {value}\n"), mistakes("", f"train.freeze={value}")):
+        assert line.endswith("put a text that begins with *, & or ! in quotes, for example ['*.txt']")
+
+
+def test_a_character_that_yaml_reserves_gets_the_advice_to_quote_it(mistakes):
+    [line] = mistakes("", "data.repo=@me/books")
+    assert line.endswith("cannot start any token; put the value in quotes")
+
+
+@pytest.mark.parametrize(("override", "value"), [("train.out_dir=2024", 2024), ("data.revision=1e5", 1e5)])
+def test_a_text_that_yaml_reads_as_a_number_gets_the_advice_to_quote_it(mistakes, load, override, value):
+    [line] = mistakes("", override)
+    assert line.endswith(f"must be a valid string, got {value}; put it in quotes (in an override: '\"...\"')")
+    assert load("", override.replace("=", '="') + '"')
+
+
+def test_an_unknown_kind_of_layer_is_named_once(mistakes):
+    assert mistakes("", "model.attention=NSA") == [
+        "override 'model.attention=NSA': model.attention: must be one of nsa, msa, dense, window, got 'NSA'"
+    ]
+
+
 def test_a_value_that_expands_to_billions_of_elements_gives_a_short_error(mistakes):
     levels = "".join(f"  - &l{i} [*l{i - 1}, *l{i - 1}]\n" for i in range(1, 40))
     [line] = mistakes(f"train:\n  steps:\n  - &l0 [x, x]\n{levels}")
@@ -425,6 +461,17 @@ def test_a_configuration_may_be_a_link_and_one_in_a_run_folder_may_not(tmp_path)
     assert load_config(tmp_path / "config.yaml").train.steps == 5
     with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read: it is a symbolic link"):
         load_config(tmp_path / "config.yaml", in_run=True)
+
+
+def test_an_empty_pipe_is_no_configuration():
+    """The command that writes it failed, or another reader has emptied it."""
+    reader, writer = os.pipe()
+    os.close(writer)
+    try:
+        with pytest.raises(ConfigError, match=rf"/dev/fd/{reader}: the pipe is empty; check the command"):
+            load_config(f"/dev/fd/{reader}")
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ def test_a_rank_that_sleeps(tmp_path):
     assert 'faults.py", line' in dumps_of(run, 1)
 
 
+def test_a_first_step_that_takes_too_long_names_the_limit_to_raise(tmp_path):
+    """The same command would end in the same way: there is no checkpoint yet."""
+    limit = "telemetry.watchdog_first_step_s=3"
+    (ended,) = run_ranks(1, "train", config_of(tmp_path), limit, faults="step.forward:sleep:seconds=1000")
+    assert ended.code == 6, ended.output
+    assert "raise telemetry.watchdog_first_step_s" in metrics_of(tmp_path / "run")["reason"]
+
+
 def test_a_rank_that_calls_another_collective(tmp_path):
     ended, run = run_stuck(tmp_path, "step.end:barrier:hit=4:rank=1")
     codes = {e.code for e in ended}

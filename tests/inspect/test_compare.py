@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import re
 import shutil
 
@@ -98,6 +99,8 @@ def test_model_flops_utilisation_where_it_is_known(tmp_path):
     rate = read_run(folder).recent("toks_per_s")
     assert found(gpu=["NVIDIA H100 80GB HBM3"]) == pytest.approx(rate * 6e9 / (8 * 989e12))
     assert found(gpu=["NVIDIA A100-SXM4-80GB"]) == pytest.approx(rate * 6e9 / (8 * 312e12))
+    assert found(gpu=["NVIDIA GH200 480GB"]) == pytest.approx(rate * 6e9 / (8 * 989e12))
+    assert math.isnan(found(gpu=["NVIDIA RTX A1000"]))
     unknown = ({"gpu": ["RTX"]}, {"gpu": []}, {"precision": "fp32"}, {"flops_per_token": None}, {"gpu": EVIL})
     assert [found(**changes) for changes in unknown] == [pytest.approx(float("nan"), nan_ok=True)] * len(unknown)
 

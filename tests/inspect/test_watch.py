@@ -283,6 +283,27 @@ def test_a_run_is_at_100_percent_only_when_all_steps_are_done(tmp_path):
     assert "200 of 201 (99%)" in text_of(read_run(tmp_path / "run", now))
 
 
+def test_the_percentage_is_exact(tmp_path):
+    now = live_run(tmp_path / "run", steps=29)
+    start = event("start", 0, strategy="fsdp2", world_size=8, steps=100, from_checkpoint=None)
+    path = tmp_path / "run" / "heartbeat_rank0.jsonl"
+    path.write_text(re.sub(r".*\"start\".*\n", lambda _: start, path.read_text()))
+    assert read_run(tmp_path / "run", now).percent == "29%"
+
+
+@pytest.mark.parametrize("phase", ["data", "step"])
+def test_a_step_in_which_a_run_hangs_is_not_done(tmp_path, phase):
+    start = event("boot", 0) + event("start", 0, world_size=1, steps=3)
+    for resumed in (False, True):
+        more = event("boot", 0, at=BEGAN + 9) + event("start", 2, at=BEGAN + 9, steps=3) if resumed else ""
+        step = 3 if resumed else 1
+        hang = event("hang", step, at=BEGAN + 70, phase=phase, silent_s=60.0)
+        (tmp_path / "heartbeat_rank0.jsonl").write_text(f"{start}{more}{event('attention', step)}{hang}")
+        view = read_run(tmp_path, BEGAN + 80)
+        assert (view.step, view.percent) == ((2, "66%") if resumed else (0, "0%"))
+        assert f"in step {step} " in view.status.reason
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "garbage", "folder", "pipe"])
 def test_a_damaged_file_is_named_and_the_rest_is_shown(copy, name, damage):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nsa import run_folder
+from nsa.files import remove_unfinished
 from nsa.run_folder import GateStats, RankFiles, SelectionStats
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "telemetry.md").read_text()
@@ -33,6 +34,13 @@ def test_files_have_a_name_per_rank_and_are_found_by_it(tmp_path):
     assert found(run_folder.stack_dumps()) == {0: "stackdump_20261115_rank0.txt", 1: "stackdump_20261116_rank1.txt"}
     assert run_folder.memory_files("boot", ".txt").name(0) == "mem_boot.txt"
     assert run_folder.memory_files("step1", ".json").path(tmp_path, 3) == tmp_path / "mem_step1_rank3.json"
+
+
+def test_half_written_tables_and_pages_of_a_killed_process_are_removed(tmp_path):
+    for name in ("training.csv", "report.html", "metrics.json"):
+        (tmp_path / f".{name}.{'0a' * 8}").touch()
+    remove_unfinished(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_event_reads_back_as_it_was_written():
