@@ -156,6 +156,8 @@ class Saver:
         self.undeleted = None
         self._remove_leftovers()
         faults.point("save.prepare")
+        if aside.exists() and self.undeleted:
+            raise CheckpointError(f"cannot be deleted: {self.undeleted}")
         aside.mkdir()
 
     def _write_own(self, aside: Path, snapshot: Snapshot) -> dict[str, FileEntry]:

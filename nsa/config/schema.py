@@ -143,7 +143,9 @@ class TrainConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.01, description="weight decay of matrices")
     beta1: Probability = Field(0.9, description="beta1 of AdamW")
     beta2: Probability = Field(0.95, description="beta2 of AdamW")
-    grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 for no clipping")
+    grad_clip: NonNegativeFloat = Field(
+        1.0, description="maximum global gradient norm, that of MSA's index apart; 0 for no clipping"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and sampling")
     log_every: Positive = Field(10, description="steps between log lines")
     non_finite: Literal["stop", "skip"] = Field(

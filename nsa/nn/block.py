@@ -34,7 +34,8 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x_BSC: Tensor) -> Tensor:
-        x_BSC = x_BSC.to(compute_dtype(x_BSC))  # one copy for both products: autocast would make and keep two
+        # One copy for both products: autocast would make and keep two. The gradients of both are added in its dtype.
+        x_BSC = x_BSC.to(compute_dtype(x_BSC))
         # Two products: from a joined one, torch.compile would write the gradients of gate and up more slowly.
         y: Tensor = self.out(gated(self.gate(x_BSC), self.up(x_BSC), self.activation))
         return y

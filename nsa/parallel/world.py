@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -184,6 +184,7 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
         yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
     except BaseException:
         if launch.size == 1:  # else it would wait for ranks that may be gone
-            dist.destroy_process_group()
+            with suppress(Exception):  # after an error on the GPU it may fail too
+                dist.destroy_process_group()
         raise
     dist.destroy_process_group()

@@ -54,6 +54,7 @@ class Monitor:
         self._last: dict[str, Any] = {}  # the newest sample and index_kl, for the summary
         self._failure_reported = False
         self._steps_done: int | None = None  # None until the run is resumed
+        self._has_stepped = False
         self._fallbacks_before = Counter(dispatch.counters())  # counted in this process before the run
 
     def open(self, state: RunState) -> None:
@@ -109,8 +110,8 @@ class Monitor:
     def _on_hang(self, report: dict[str, Any], message: str) -> None:
         """Called in the watchdog's thread; the process ends when it returns."""
         remedy = "the same command resumes from the last checkpoint"
-        if not self._steps_done:
-            remedy = "if the first step is only slow, raise telemetry.watchdog_first_step_s or make the step smaller"
+        if not self._has_stepped:  # it would meet the same limit
+            remedy = "if this start is only slow, raise telemetry.watchdog_first_step_s"
         reason = HangError(f"{message}; {remedy}")
         self.stream.emit("hang", **report)
         record_end(self.claim, reason, self._steps_done, self.describe())
@@ -147,7 +148,7 @@ class Monitor:
 
     def step_done(self, row: TrainingRow) -> None:
         """Records a step, with its validation."""
-        self._steps_done = row.step
+        self._steps_done, self._has_stepped = row.step, True
         with self._failures.counted():  # first: it gathers over context-parallel ranks, so no rank may skip it
             if self._observer is not None and self._is_sampled(row.step):
                 self._observer.finish(row.step)

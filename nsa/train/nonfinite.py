@@ -40,7 +40,8 @@ def handle(session: "Session", result: StepResult) -> None:
     step is dumped, then the run stops or skips it."""
     config, state = session.config, session.state
     scale, progress = state.scale, state.progress
-    if scale.enabled and math.isfinite(result.loss) and scale.value > scale.SMALLEST:
+    is_overflow = math.isfinite(result.loss) and math.isfinite(result.index_kl or 0.0)
+    if scale.enabled and is_overflow and scale.value > scale.SMALLEST:
         scale.overflowed()  # expected: this is how the scale adapts
         return
     with session.monitor.extended_timeout():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import nsa.train.loop
 from nsa.checkpoint.export import read_weights
 from nsa.checkpoint.format import BEST, FOLDER, read_pointer
 from nsa.errors import CheckpointError, NumericsError
@@ -64,6 +65,20 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_the_scale_of_fp16(tmp_path)
     with faults_armed("step.loss:nan:hit=3"), pytest.raises(NumericsError, match=r"step 3: the loss is nan"):
         train(small("runtime.precision=fp16"), tmp_path)
     assert [incident["kind"] for incident in incidents_of(tmp_path)] == ["non_finite"]
+
+
+def test_an_index_loss_that_is_not_finite_is_no_overflow_either(tmp_path, monkeypatch):
+    taken = nsa.train.loop.train_step
+
+    def ruined(state, *arguments, **options):
+        if state.progress.step == 2:
+            torch.nn.init.constant_(state.index_parameters[0], math.nan)
+        return taken(state, *arguments, **options)
+
+    monkeypatch.setattr(nsa.train.loop, "train_step", ruined)
+    msa = ("model.attention=msa", "msa.block=16", "msa.num_selected=1", "msa.warmup_steps=6")  # attention is dense
+    with pytest.raises(NumericsError, match="step 3"):
+        train(small(*msa, "runtime.precision=fp16"), tmp_path)
 
 
 def test_the_dump_holds_the_step_and_not_another(tmp_path, whole_run):

@@ -56,7 +56,7 @@ def test_a_rank_that_sleeps(tmp_path):
 
 
 def test_a_first_step_that_takes_too_long_names_the_limit_to_raise(tmp_path):
-    """The same command would end in the same way: there is no checkpoint yet."""
+    """The same command would meet the same limit."""
     limit = "telemetry.watchdog_first_step_s=3"
     (ended,) = run_ranks(1, "train", config_of(tmp_path), limit, faults="step.forward:sleep:seconds=1000")
     assert ended.code == 6, ended.output

@@ -61,6 +61,7 @@ class Renderer:
             raise ValueError("its lists and objects are nested too deeply; remove the line") from None
         with self._lock:
             if self._process.poll() is not None and not self._is_closed:  # another conversation exceeded a limit
+                self._process.communicate()  # closes its pipes
                 self._start()
             return self._ask(question)
 
