@@ -87,6 +87,10 @@ class RankLostError(NSAError):
     exit_code = 8
 
 
+class FirstRankFailedError(RankLostError):
+    """Rank 0 failed, and records why."""
+
+
 class OutOfMemoryError(NSAError):
     """A GPU or the host has no memory left for the run."""
 

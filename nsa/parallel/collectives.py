@@ -7,7 +7,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NSAError, RankLostError
+from nsa.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FirstRankFailedError,
+    LaunchError,
+    NSAError,
+    RankLostError,
+)
 from nsa.parallel.world import World
 
 T = TypeVar("T")
@@ -47,7 +55,7 @@ def on_first_rank(world: World, function: Callable[[], T]) -> T:
     if failed is not None:
         code, text = failed
         kind = next((k for k in (ConfigError, DataError, CheckpointError, LaunchError) if k.exit_code == code), None)
-        raise RankLostError(f"rank 0 failed: {text}") if kind is None else kind(text)
+        raise FirstRankFailedError(f"rank 0 failed: {text}") if kind is None else kind(text)
     return value  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,16 @@ from nsa.checkpoint.format import BEST, LATEST, MANIFEST_FILE, committed, write_
 from nsa.config import Config, differences, load_config
 from nsa.data.chat import CHAT_TEMPLATE_FILE, chat_template_of
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, Tokenizer
-from nsa.errors import CheckpointError, ConfigError, LaunchError, NSAError, Preempted, RankLostError, reworded
+from nsa.errors import (
+    CheckpointError,
+    ConfigError,
+    FirstRankFailedError,
+    LaunchError,
+    NSAError,
+    Preempted,
+    RankLostError,
+    reworded,
+)
 from nsa.files import regular, remove_unfinished
 from nsa.parallel.collectives import on_first_rank
 from nsa.parallel.world import World
@@ -204,7 +213,7 @@ def record_end(claim: Claim, error: BaseException, step: int | None, telemetry: 
     Without a `step` the run never started: the summary of a finished run and the step of an unfinished one are kept.
     """
     folder = claim.folder
-    if claim.is_lost():
+    if claim.is_lost() or isinstance(error, FirstRankFailedError):
         return
     try:
         now = read_metrics(folder)

@@ -3,10 +3,13 @@
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nsa.checkpoint.export import find_checkpoint
+from nsa.errors import FirstRankFailedError
+from nsa.train.folder import record_end, write_json
 from nsa.train.nonfinite import reproduce
 from tests import warm
 from tests.distributed.launching import (
@@ -33,6 +36,19 @@ def test_survivors_of_a_lost_rank_end_with_code_8_and_the_reason(tmp_path, strat
     assert time.monotonic() - began < 60
     assert "another rank is gone" in ended[0].output.splitlines()[-1]
     assert metrics_of(tmp_path / "run")["exit_code"] == 8
+
+
+def test_what_fails_on_rank_0_alone_is_recorded_by_rank_0_alone(tmp_path):
+    """The others hear of it before rank 0 has written why."""
+    ended = make_runs(tmp_path, "ddp").train("run", "end.weights:enospc:rank=0")
+    assert [e.code for e in ended] == [1, 8]
+    assert "rank 0 failed: [Errno 28]" in ended[1].output
+    metrics = metrics_of(tmp_path / "run")
+    assert (metrics["exit_code"], metrics["rank"]) == (1, 0)
+    write_json(tmp_path / "metrics.json", running := {"status": "running"})
+    claim = SimpleNamespace(folder=tmp_path, is_lost=lambda: False)
+    record_end(claim, FirstRankFailedError("rank 0 failed: "), 3, {})
+    assert metrics_of(tmp_path) == running
 
 
 def test_a_stopped_rank_is_given_up_after_the_timeout(tmp_path):
