@@ -78,8 +78,8 @@ class Monitor:
                 self.stream.add(Tracker(wanted.tracker, self.folder, self.config.to_dict()))
         named = list(attention_layers(state.model))
         layers = {kind: [name for name, layer in named if kind in layer.statistics] for kind in KINDS}
-        learning = {name for name, layer in named if layer.has_index_loss}
-        layers["mass"] = [name for name in layers["mass"] if name in learning]  # measured with the index loss
+        # Measured with the index loss.
+        layers["mass"] = [name for name, layer in named if "mass" in layer.statistics and layer.has_index_loss]
         if any(layers.values()) and wanted.attention:
             context, device = self.world.context, self.world.device
             stack = None if context is None else lambda x: context.gather(x.to(device)[None]).wait()
