@@ -4,8 +4,9 @@
     python -m bench.train --config llama_1b --lengths 8192,32768 --compile yes  # the 1B model
 
 Both train in one run on the same synthetic tokens with the trainer's own step: forward, backward, clipping, fused
-AdamW, bf16, with and without CUDA graphs, in one process. One step is 32,768 tokens, or one sequence where that is
-longer. TFLOP/s are the estimate that `nsa train` prints (nsa/nn/flops.py) divided by the step time.
+AdamW, bf16, with and without CUDA graphs, in one process. One forward and backward pass is 32,768 tokens, or one
+sequence where that is longer; a step is one pass, or `--passes` of them. TFLOP/s are the estimate that `nsa train`
+prints (nsa/nn/flops.py) divided by the step time.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from nsa.train.graphs import plan_graphs
 from nsa.train.state import build_state
 from nsa.train.step import train_step
 
-STEP_TOKENS = 32_768
+PASS_TOKENS = 32_768
 CHECKPOINTED_FROM = 131_072
 PEAK_TFLOPS = 989.0  # of an H200 in bf16 without sparsity
 CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
@@ -41,15 +42,15 @@ def measure(
     attention: str, seq_len: int, compiled: bool, packed: bool, graphs: bool, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Median tokens/s over the steps after a warm-up, and the peak memory."""
-    batch_size = max(1, options.step_tokens // seq_len)
+    batch_size = max(1, options.pass_tokens // seq_len)
     checkpointing = options.checkpointing if seq_len >= CHECKPOINTED_FROM else "none"
     config = load_config(
         options.config,
         [
             f"model.attention={attention}",
             f"train.seq_len={seq_len}",
-            f"train.batch_size={batch_size}",
-            "train.micro_batch=auto",
+            f"train.batch_size={batch_size * options.passes}",
+            f"train.micro_batch={batch_size}",
             "parallel.strategy=single",
             f"runtime.compile={str(compiled).lower()}",
             f"runtime.cuda_graphs={'auto' if graphs else 'false'}",
@@ -59,11 +60,11 @@ def measure(
         ],
     )
     with numerics(config.runtime):
-        return _measure(config, options.steps, packed)
+        return _measure(config, options.steps, options.passes, packed)
 
 
-def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
-    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+def _measure(config: Config, steps: int, passes: int, packed: bool) -> dict[str, Any]:
+    batch_size, seq_len = config.train.batch_size // passes, config.train.seq_len
     torch.cuda.reset_peak_memory_stats()
     state = build_state(config, ByteTokenizer())
     state.graphs = plan_graphs(config, state.world, batch_size)
@@ -74,23 +75,24 @@ def _measure(config: Config, steps: int, packed: bool) -> dict[str, Any]:
         borders = borders.to("cuda", torch.int32)
         batch = Batch(batch.inputs.view(1, -1), batch.targets.view(1, -1), borders, seq_len)
         batch = batch.padded(state.graphs.borders)
-    targets = batch.targets.numel()
+    targets = batch.targets.numel() * passes
     times = []
     for step in range(steps + 3):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        train_step(state, iter([batch]), targets, lr=1e-4)
+        train_step(state, [batch] * passes, targets, lr=1e-4)
         torch.cuda.synchronize()
         if step >= 3:
             times.append(time.perf_counter() - began)
     median = sorted(times)[len(times) // 2]
     documents = batch_documents(batch_size, seq_len, packed).tolist()
-    operations = sum(n * flops_per_token(state.model, n).sparse for n in documents)
+    operations = passes * sum(n * flops_per_token(state.model, n).sparse for n in documents)
     result = {
         "parameters": state.model.num_parameters(),
         "attention": config.model.attention,
         "seq_len": seq_len,
         "batch_size": batch_size,
+        "passes": passes,
         "packed": packed,
         "compiled": config.runtime.compile,
         "float8": config.runtime.float8,
@@ -126,7 +128,8 @@ def main() -> int:
     parser.add_argument("--attention", default="nsa,dense")
     parser.add_argument("--packed", choices=["no", "yes", "both"], default="no", help="documents in each sequence")
     parser.add_argument("--graphs", choices=["no", "yes", "both"], default="yes", help="CUDA graphs")
-    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS)
+    parser.add_argument("--pass-tokens", type=int, default=PASS_TOKENS)
+    parser.add_argument("--passes", type=int, default=1, help="forward and backward passes in a step")
     parser.add_argument("--checkpointing", default="block", help=f"of sequences from {CHECKPOINTED_FROM:,} tokens on")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train.json"))
     parser.add_argument("override", nargs="*", help="further overrides, such as runtime.float8=rowwise")
@@ -143,6 +146,7 @@ def main() -> int:
             for attention, packed, graphs in product(*choices):
                 results.append(measure(attention, seq_len, compiled, packed, graphs, options))
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+                file.write(config=options.config, results=results)
     table = Table(title=" ".join((f"Training {options.config} on one GPU, bf16", *options.override)))
     columns = ("tokens", "attention", "packed", "compiled", "graphs", "checkpointed", "tokens/s", "step ms")
     columns += ("TFLOP/s", "of peak", "peak GiB")
@@ -163,7 +167,6 @@ def main() -> int:
             f"{r['peak_gib']:.1f}",
         )
     Console(width=120).print(table)
-    file.write(config=options.config, results=results)
     return 0
 
 
