@@ -234,6 +234,8 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
         f"train.seed={seed}",
         f"train.lr={lr:g}",
         f"train.out_dir={folder_of(work, row, options, seed, lr)}",
+        # Graphs take the memory that is free when a run starts, and another run then lacks it.
+        *(["runtime.cuda_graphs=false"] if options.jobs > 1 else []),
         *options.override,
     ]
 
