@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures, learning
-from bench.learning import BATCH, EVAL_TOKENS, RECALL_BATCH, read_results, run_logged, validations
+from bench.learning import BATCH, EVAL_TOKENS, RECALL_BATCH, run_logged, validations
+from bench.learning_rows import RATE, RECALL_RATE, read_results
 from bench.output import Results, add_dirty_option
 
 RESULTS, RECALL_RESULTS = Path("bench/results/convert-h200.jsonl"), Path("bench/results/convert-recall-h200.jsonl")
@@ -360,7 +361,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.tokens = options.tokens or (144_000_000 if options.recall else 64_000_000)
     options.batch_size = options.batch_size or (RECALL_BATCH if options.recall else BATCH)
     options.results = options.results or (RECALL_RESULTS if options.recall else RESULTS)
-    options.rate = learning.RECALL_RATE if options.recall else learning.RATE
+    options.rate = RECALL_RATE if options.recall else RATE
     options.wanted, options.action = options.action, "recall" if options.recall else "run"
     return options
 

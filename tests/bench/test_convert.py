@@ -6,7 +6,7 @@ import re
 import pytest
 
 from bench import convert
-from bench.learning import read_results
+from bench.learning_rows import read_results
 from nsa.config import load_config
 from tests.bench.conftest import TINY
 

@@ -8,26 +8,19 @@ import pytest
 import torch
 
 from bench import figures, learning
-from bench.learning import (
-    CONFIG,
+from bench.learning import CONFIG, VOCABULARY, corpus_of, main, overrides_of, parse, seconds_of
+from bench.learning_report import (
     FIGURES,
     MARKS,
     PAGE,
     RATES_RESULTS,
     RESULTS,
-    ROWS,
-    VOCABULARY,
     by_layer,
     comparable,
-    corpus_of,
     lines_by,
-    main,
-    overrides_of,
-    parse,
-    read_results,
-    seconds_of,
     write_page,
 )
+from bench.learning_rows import ROWS, read_results
 from nsa.config import load_config
 from nsa.run_folder import HEARTBEAT, format_event
 from tests.bench.conftest import TEXT, TINY, make_shards
