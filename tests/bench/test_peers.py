@@ -92,7 +92,7 @@ def test_the_table_shows_times_and_reasons():
 
 
 def test_a_crash_of_one_process_is_a_reason(tmp_path):
-    shape = Shape(1, 8192, 64, 4, 128)
+    shape = Shape(4, 8192, 12, 2, 64)
     package = tmp_path / "flash_nsa"
     package.mkdir()
     (package / "__init__.py").write_text("raise SystemExit('no luck today')\n")

@@ -111,7 +111,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(tmp_path, und
     assert not list((tmp_path / FOLDER).glob(".writing-*")), "deleted by a later save"
 
 
-@pytest.mark.parametrize("every", [1, 4, 30])
+@pytest.mark.parametrize("every", [4, *(pytest.param(steps, marks=pytest.mark.long) for steps in (1, 30))])
 def test_failures_of_saves_in_the_background_lie_minutes_apart_too(every, tmp_path, clock, monkeypatch):
     """Each is under way for three steps: a vote that came meanwhile starts no other, and they end the run all the same
     where one is always under way."""

@@ -95,7 +95,7 @@ def _wait(ranks, logs, wanted, draw):
     time.sleep(draw.random() * 0.01)
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.long)])
 def test_a_streamed_mirror_is_read_once_over_many_kills(context, tmp_path, kills):
     write_mirror(tmp_path / "mirror", files=3, row_groups=8, rows=30)
     data = {"source": "fineweb_edu", "paths": [str(tmp_path / "mirror")], "validation_fraction": 0.05}

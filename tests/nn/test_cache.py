@@ -173,7 +173,7 @@ def test_cropped_tokens_do_not_affect_later_tokens(variant):
     assert cache.length(0) == at
 
 
-@pytest.mark.parametrize("operations", [300, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("operations", [150, pytest.param(1000, marks=pytest.mark.long)])
 def test_many_operations_agree_with_plain_lists_of_tokens(operations):
     """Append, crop, free and join, in a pool that is often full; a refused operation changes nothing."""
     model = small("model.layer_pattern=[nsa,window]", "model.dim=16", "model.mlp_dim=16")
