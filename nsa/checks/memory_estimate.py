@@ -22,7 +22,7 @@ from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
 from nsa.nn.attention import attention_layers, sample_layers
 from nsa.nn.cache import LONGEST, KVCache
-from nsa.nn.loss import LONG_PASS, MANY_LOGITS
+from nsa.nn.loss import LONG_PASS, MANY_LOGITS, logits_at_once
 from nsa.nn.model import build_model
 from nsa.parallel.context import data_ranks, padded_length
 from nsa.parallel.numerics import DTYPES
@@ -189,7 +189,14 @@ class Planner:
         measured = LONG_COMPILED_SHARES if is_long else COMPILED_SHARES
         shares = (measured if self.config.runtime.float8 == "none" else FLOAT8_COMPILED_SHARES).get(granularity)
         if shares is not None and self.config.parallel.context == 1:
-            low, high = (max(_peak_gib(parts, share) for parts in found.values()) for share in shares)
+            # In the head, a loss has three float32 copies of the logits. A compiled one has the logits and their
+            # gradient in the dtype of the products.
+            logits = logits_at_once(size * self.config.train.seq_len, self._vocab_size)
+            joined = (3 * _FLOAT32 - 2 * DTYPES[self.precision].itemsize) * logits / GIB
+            low, high = (
+                max(_peak_gib(parts, share) - joined * name.startswith("head") for name, parts in found.items())
+                for share in shares
+            )
             compiled, planned = (low, high), high if self.config.runtime.compile else planned
         gradients = _FLOAT32 * self._trainable / self._shards
         return Estimate(size, granularity, highest, found[highest], gradients, compiled, planned)

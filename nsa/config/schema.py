@@ -231,7 +231,7 @@ class RuntimeConfig(Section):
         description="what backward recomputes; selective: all but the outputs of the attention kernels; block: whole "
         "blocks; branch: attention branches and MLPs one by one; true and false mean block and none",
     )
-    compile: bool = Field(False, description="apply torch.compile to each block")
+    compile: bool = Field(False, description="apply torch.compile to each block and to the loss")
     cuda_graphs: bool | Literal["auto"] = Field(
         "auto",
         description="replay forward and backward as CUDA graphs; auto: if possible, on one GPU; the log says why not",

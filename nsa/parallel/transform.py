@@ -3,7 +3,7 @@
     1. convert_to_float8  linear layers multiply in FP8 (`nsa.parallel.float8`)
     2. divide_sequences   attention layers exchange keys and values within their context-parallel group
     3. recompute          backward recomputes activations instead of keeping them
-    4. compile_blocks     torch.compile of every decoder block
+    4. compile_blocks     torch.compile of every decoder block (the step compiles its loss)
     5. wrap or shard      DDP or FSDP (`nsa.parallel.strategy`), with the model on its device
     6. trace              hooks that record the backward pass
 

@@ -99,12 +99,14 @@ def train_step(
 
 def _loss_of(state: RunState, batch: Batch) -> HeadLoss:
     """Cross-entropy over the targets of a batch, or the divergence from `train.teacher`."""
+    compiled = state.config.runtime.compile
     if state.teacher is None:
-        return partial(next_token_loss, targets_BS=batch.targets)
+        return partial(next_token_loss, targets_BS=batch.targets, compiled=compiled)
     with torch.no_grad():
         taught = state.teacher.hidden(batch.inputs, batch.cu_seqlens, batch.max_seqlen)
     counted = batch.targets != IGNORED
-    return partial(divergence_loss, taught_BSC=taught, teacher=state.teacher.head, counted_BS=counted)
+    head = state.teacher.head
+    return partial(divergence_loss, taught_BSC=taught, teacher=head, counted_BS=counted, compiled=compiled)
 
 
 def _forward_backward(
@@ -167,7 +169,7 @@ def validate(
         text_bytes = int(byte_lengths[counted].sum())
         on_device = batch.to(state.device)
         with state.autocast():
-            loss_of = partial(next_token_loss, targets_BS=on_device.targets)
+            loss_of = partial(next_token_loss, targets_BS=on_device.targets, compiled=state.config.runtime.compile)
             nats = float(state.module(on_device.inputs, on_device.cu_seqlens, on_device.max_seqlen, loss=loss_of))
         if count:
             totals += torch.tensor([nats, counted.numel(), text_bytes], dtype=torch.float64)

@@ -10,11 +10,14 @@ import torch
 import torch._inductor.config
 
 from nsa.config import parse_config
+from nsa.nn import loss as losses
 from nsa.nn.model import build_model
 from nsa.ops import dispatch
 from nsa.parallel import compile_cache, transform
 from nsa.parallel.context import Context
 from nsa.parallel.numerics import numerics
+from nsa.train import train
+from tests.checkpoint.helpers import small
 from tests.distributed.test_same_numbers import SHORT, assert_same, recompute, strategy, train_all, tree
 
 COMPILED = {"runtime": {"compile": True}}
@@ -75,6 +78,19 @@ def test_blocks_of_divided_sequences_are_compiled_in_two_parts_for_all_layers(mo
     assert found[0] == found[1]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_the_loss_of_steps_and_of_validations_is_compiled(monkeypatch, no_cache_folder, tmp_path):
+    """With a teacher, only that of validations is the cross-entropy."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    compiled = []
+    monkeypatch.setattr(losses, "_compiled", lambda function: compiled.append(function.__name__) or function)
+    settings = ("train.steps=2", "train.eval_every=2", "runtime.compile=true")
+    train(small(*settings), tmp_path / "plain")
+    assert set(compiled) == {"cross_entropy_sum"}
+    steps = len(compiled)
+    train(small(*settings, f"train.teacher={tmp_path / 'plain'}"), tmp_path / "taught")
+    assert sorted(compiled[steps:]) == ["cross_entropy_sum"] * (steps - 2) + ["divergence_sum"] * 2
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ def in_chunks(monkeypatch):
     def start():
         monkeypatch.setattr(losses, "LONG_PASS", 1)
         monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 7 * VOCABULARY)
+        monkeypatch.setattr(losses, "FEWEST_AT_ONCE", 1)
         monkeypatch.setattr(long_mlp, "CHUNK", 16)
 
     return start
@@ -135,6 +136,7 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     """Bytes on top of the input and its gradient: those of a chunk, forward and backward, at any length."""
     monkeypatch.setattr(losses, "LONG_PASS", 1)
     monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 64 * 512)
+    monkeypatch.setattr(losses, "FEWEST_AT_ONCE", 64)
     head = nn.Linear(16, 512, bias=False)
     held = []
     for tokens in (512, 2048):
