@@ -135,6 +135,12 @@ def test_further_overrides_and_sizes_make_a_run_of_their_own(given, tmp_path, co
     assert f"train.out_dir={other}" in commands[0]
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_rows_that_share_a_gpu_train_without_cuda_graphs(jobs, tmp_path, commands):
+    main(["run", str(tmp_path), "--rows", "nsa", "--jobs", jobs, "--results", str(tmp_path / "r"), "--allow-dirty"])
+    assert ("runtime.cuda_graphs=false" in commands[0]) == (jobs == "2")
+
+
 def test_a_row_that_failed_has_no_loss_and_is_not_shown(tmp_path, commands, capsys):
     results = tmp_path / "results.jsonl"
     arguments = ["run", str(tmp_path), "--rows", "dense,nsa", "--results", str(results), "--allow-dirty"]
