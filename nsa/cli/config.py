@@ -14,13 +14,15 @@ from nsa.config.load import SHIPPED, ConfigWarning, warn_if_unlikely
 from nsa.errors import ConfigError, DataError
 from nsa.plain_yaml import dump_yaml
 
+FIRST = ("quickstart", "m7c_125m_muon")  # for a first run, and what learned best (docs/learning.md)
+
 app = typer.Typer(help="List, show and check configurations.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_shipped() -> None:
     """Print the configurations that come with nsa. Every command accepts their names instead of a file."""
-    names = shipped_names()
+    names = [*FIRST, *(name for name in shipped_names() if name not in FIRST)]
     for name in names:
         about = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         say(f"{name:{max(map(len, names))}}  {about}")

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from nsa.cli.main import app
-from nsa.config import parse_config
+from nsa.config import parse_config, shipped_names
 
 
 def commands(command, path=()):
@@ -74,6 +74,12 @@ def test_the_help_of_checkpoints_says_which_are_read():
         ("export", "its newest undamaged checkpoint"),
     ):
         assert said in words_of(CliRunner().invoke(app, ["ckpt", command, "--help"]).output)
+
+
+def test_the_list_begins_with_a_first_run_and_with_what_learned_best():
+    listed = [line.split()[0] for line in CliRunner().invoke(app, ["config", "list"]).output.splitlines()]
+    assert listed[:2] == ["quickstart", "m7c_125m_muon"]
+    assert listed[2:] == [name for name in shipped_names() if name not in listed[:2]]
 
 
 def test_a_configuration_that_is_not_trained_by_itself_says_so_in_the_list():
