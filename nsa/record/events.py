@@ -181,7 +181,13 @@ class FileSink(Sink):
         self.name, self._path = path.name, path
         self._file: FileIO | None = None
 
+    @property
+    def size(self) -> int | None:
+        """The bytes in the file; None while it is not open."""
+        return None if self._file is None else os.fstat(self._file.fileno()).st_size
+
     def append(self, text: bytes, *, on_new_line: bool = False) -> None:
+        """Raises OSError and closes the file if the disk does not take the whole text; the next call opens it again."""
         try:
             if self._file is None:
                 self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)

@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa.files import lacks_final_newline, regular
 from nsa.formatting import plain
 from nsa.nn.block import DecoderBlock
+from nsa.record.events import FileSink
 from nsa.record.failures import Failures
 from nsa.run_folder import OLDER_TRACE, TRACE
 
@@ -264,54 +263,39 @@ def _checksum(x: Tensor) -> Tensor:
 
 
 class TraceFile:
-    """Appends whole lines, each written immediately, on a disk that may be full.
-
-    Opening the file writes the event `start` with the values of the header. A failed write closes the file; the next
-    line opens it again and starts on a new line.
-    """
+    """Appends whole lines, each written immediately, on a disk that may be full. Opening the file, also again after a
+    failed write, adds the event `start` with the values of the header on a new line."""
 
     def __init__(self, folder: Path, rank: int):
         self._path, self._older = TRACE.path(folder, rank), OLDER_TRACE.path(folder, rank)
+        self._file = FileSink(self._path)
         self._header: dict[str, Any] = {}
-        self._file: FileIO | None = None
         self._lock = threading.Lock()  # buckets complete in another thread
 
     def begin(self, header: dict[str, Any]) -> None:
         self._header = header
         with self._lock:
-            self._write(b"")
+            self._append(b"")
 
     def write(self, event: str, step: int | None, **values: Any) -> None:
         """Raises OSError, or ValueError for a value that JSON cannot represent. A large file is rotated at the start of
         a step, so that no step is in two files; one older file is kept."""
         line = _format_line(event, step, values)
         with self._lock:
-            if event == "step_begin" and self._file is not None and self._file.tell() > _LARGEST_FILE:
+            if event == "step_begin" and (self._file.size or 0) > _LARGEST_FILE:
                 self._path.replace(self._older)
-                self._close()
-            self._write(line)
+                self._file.close()
+            self._append(line)
 
     def close(self) -> None:
         with self._lock:
-            self._close()
-
-    def _write(self, text: bytes) -> None:
-        if self._file is None:
-            self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            text = b"\n" * lacks_final_newline(self._file) + _format_line("start", None, self._header) + text
-        try:
-            written = self._file.write(text)
-            if written < len(text):
-                raise OSError(f"{self._path}: only {written} of {len(text)} bytes could be written")
-        except OSError:
-            self._close()
-            raise
-        self._header["continued"] = True
-
-    def _close(self) -> None:
-        if self._file is not None:
             self._file.close()
-            self._file = None
+
+    def _append(self, text: bytes) -> None:
+        is_closed = self._file.size is None
+        start = _format_line("start", None, self._header) if is_closed else b""
+        self._file.append(start + text, on_new_line=is_closed)
+        self._header["continued"] = True
 
 
 def _format_line(event: str, step: int | None, values: dict[str, Any]) -> bytes:
