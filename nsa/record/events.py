@@ -19,7 +19,7 @@ from typing import Any
 
 from nsa.files import lacks_final_newline, regular
 from nsa.record.failures import Failures, reporting_bugs
-from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event, parse_events
+from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event
 
 MAX_QUEUED = 10_000  # events; a sink with a longer queue hangs, and events are dropped to bound memory
 MAX_ERRORS = 3
@@ -212,19 +212,14 @@ class HeartbeatSink(FileSink):
 
     def __init__(self, folder: Path, rank: int):
         super().__init__(HEARTBEAT.path(folder, rank))
+        self._begins: int | None = None  # where the events of this process begin in the file
 
     def write(self, event: Event) -> None:
+        if self._begins is None:
+            self._begins = self._path.stat().st_size if self._path.exists() else 0
         self.append(format_event(event).encode(), on_new_line=True)
 
-    def withdraw_boot(self) -> None:
-        """Removes the events of a refused start: this process's `boot`, and `first_batch` after it."""
-        if self._file is None:
-            return
-        end = os.fstat(self._file.fileno()).st_size
-        for line in reversed(os.pread(self._file.fileno(), 2**16, max(0, end - 2**16)).splitlines(keepends=True)):
-            end -= len(line)
-            event = next(iter(parse_events([line])), {})
-            if event.get("event") == "boot" and event.get("pid") == os.getpid():
-                os.ftruncate(self._file.fileno(), end)
-            if event.get("event") != "first_batch":
-                return
+    def withdraw(self) -> None:
+        """Removes the events of this process."""
+        if self._file is not None and self._begins is not None:
+            os.ftruncate(self._file.fileno(), self._begins)

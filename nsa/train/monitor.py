@@ -232,10 +232,11 @@ class Monitor:
 
     def withdraw_start(self, reason: BaseException) -> None:
         """Removes the start from the heartbeat if the run was refused because of its input: it is not an attempt."""
-        if isinstance(reason, (ConfigError, SpecError, DataError, CheckpointError, LaunchError)):
+        is_refused = isinstance(reason, (ConfigError, SpecError, DataError, CheckpointError, LaunchError))
+        if is_refused and self.stream.last_steps.keys() <= {"boot", "first_batch"}:
             with self._failures.counted():
                 self.stream.flush()
-                self._heartbeat.withdraw_boot()
+                self._heartbeat.withdraw()
 
     def close(self) -> None:
         with self._failures.counted():
