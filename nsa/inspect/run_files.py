@@ -27,7 +27,7 @@ Numbers = npt.NDArray[np.float64]
 Row = dict[str, Any]  # text columns as text, all others as float
 Stats = TypeVar("Stats", GateStats, SelectionStats)
 
-_PART = 16 * 2**20  # bytes per read; a longer line counts as several damaged ones
+LONGEST_LINE = 16 * 2**20  # bytes; a longer line counts as several damaged ones
 # Above the largest float32, in which training computes, and small enough that sums and products of two stay finite.
 LARGEST = 1e100
 MISSING = "missing"
@@ -46,25 +46,17 @@ class LogFile:
 
     def __init__(self, path: Path):
         self.path, self.damaged, self._unreadable = path, 0, ""
-        rest = b""
         try:
             with open_regular(path) as file:
-                while part := file.read(_PART):
-                    *lines, rest = (rest + part).split(b"\n")
-                    if len(rest) >= _PART:
-                        lines, rest = [*lines, rest], b""
-                    self._add_all(lines)
+                while (line := file.readline(LONGEST_LINE)).endswith(b"\n") or len(line) == LONGEST_LINE:
+                    try:
+                        self.add(line.removesuffix(b"\n"))
+                    except (ValueError, OverflowError, csv.Error):
+                        self.damaged += 1
         except FileNotFoundError:
             self._unreadable = MISSING
         except OSError as error:
             self._unreadable = f"cannot be read: {error.strerror}"
-
-    def _add_all(self, lines: list[bytes]) -> None:
-        for line in lines:
-            try:
-                self.add(line)
-            except (ValueError, OverflowError, csv.Error):
-                self.damaged += 1
 
     def add(self, line: bytes) -> None:
         raise NotImplementedError

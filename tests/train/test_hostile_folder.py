@@ -153,7 +153,7 @@ def test_weights_that_are_a_pipe_are_refused_and_a_link_that_the_user_names_is_f
 
 
 def test_a_log_without_line_ends_is_read_in_bounded_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "_PART", 1000)
+    monkeypatch.setattr(run_files, "LONGEST_LINE", 1000)
     path = tmp_path / "heartbeat_rank0.jsonl"
     path.write_bytes(bytes(5500) + b"\n" + b'{"time": 1, "step": 2, "event": "end"}\n')
     file = HeartbeatFile(path)
