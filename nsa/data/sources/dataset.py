@@ -20,6 +20,7 @@ from nsa.data.sources.subsets import CARD, Chosen, choose, choose_fineweb, is_pa
 from nsa.data.sources.text import files_below, no_such_path
 from nsa.data.threads import Progress, in_threads
 from nsa.errors import DataError, DataUnavailableError
+from nsa.files import expand_home
 
 if TYPE_CHECKING:  # imports an HTTP client, which is slow and not needed for a mirror
     from nsa.data.sources.hub import HubRepository
@@ -133,7 +134,7 @@ class HubDataset:
         """Lists the files in `data.paths`, each once. Names are relative to the folder in `data.paths`."""
         found, seen = Files(), set[str]()
         for number, given in enumerate(self.paths):
-            top = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
+            top = expand_home(given)
             folder, names = top.parent, [top.name]
             with file_errors(top):
                 if not top.exists():

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, cast
 from nsa.data.sources import readers
 from nsa.data.sources.base import Skipped, Unit
 from nsa.errors import DataError
+from nsa.files import expand_home
 
 RANGE_BYTES = 16 << 20  # bytes of a .jsonl file in one unit
 UNPACKED_RATIO = 3  # approximate ratio of text to its compressed file
@@ -124,7 +125,7 @@ def expand_paths(paths: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES, rea
     """Returns every regular file in `data.paths` that has one of the suffixes, each once, in order."""
     found: dict[Path, None] = {}
     for entry in paths:
-        path = Path(os.path.expanduser(entry))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
+        path = expand_home(entry)
         with readers.file_errors(path):
             found.update(dict.fromkeys(_named_by(entry, path, suffixes, readable)))
     return list(found)
