@@ -35,12 +35,13 @@ class TableSink(Sink):
         self.name, self.table = path.name, table
         self._pending = bytearray()
         self._received = self._written = done_steps  # last step whose row was received, was written
+        kept = self.last_step = 0
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             if done_steps and path.exists():
                 _add_columns(path, table.header.encode())
-            kept, self.last_step = _kept(path, table.header.encode(), done_steps)
-            if done_steps and not kept and path.is_file():  # other columns: rename it
-                path.rename(path.with_suffix(".old.csv"))
+                kept, self.last_step = _kept(path, table.header.encode(), done_steps)
+                if not kept:  # other columns
+                    path.rename(path.with_suffix(".old.csv"))
             self._file = open(path, "r+b" if kept else "wb", buffering=0, opener=regular)  # noqa: SIM115  (until close)
             if kept:
                 self._file.truncate(kept)
@@ -92,8 +93,6 @@ def _add_columns(path: Path, header: bytes) -> None:
 
 def _kept(path: Path, header: bytes, done_steps: int) -> tuple[int, int]:
     """The bytes that hold the header and whole rows of steps up to `done_steps`, and the last of these steps."""
-    if not done_steps or not path.exists():
-        return 0, 0
     last = 0
     with open_regular(path) as file:
         if file.readline() != header:
