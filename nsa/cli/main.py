@@ -26,9 +26,9 @@ from nsa.cli.output import say
 from nsa.errors import LaunchError, NSAError, Preempted, printable
 from nsa.installation import missing_module
 from nsa.record.run_log import CONSOLE_THREAD
+from nsa.supervise.signals import SIGNALS
 
 THREADS_END_S = 1.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 app = typer.Typer(
     name="nsa",
@@ -118,7 +118,7 @@ def _exit(code: int, message: str = "") -> NoReturn:
     Does not wait for threads that still run: network threads may wait for ranks that have ended, data threads for a
     server, the console thread for a terminal, and the interpreter cannot shut down around them.
     """
-    for number in STOP_SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
     waiting = _waiting_threads()
     at_once = bool(waiting) or os.environ.get("WORLD_SIZE", "1") != "1"
@@ -147,7 +147,7 @@ def _write_nonblocking(text: str, wait_s: float = 0.0) -> None:
 
 def _ignore_stop_signals() -> None:
     """Ignores signals that would change the exit code, which is final."""
-    for number in STOP_SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -93,20 +93,16 @@ class Claim:
     def hold(self) -> Iterator[None]:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
         folder = self.folder
-        try:
+        caught = (OSError, ValueError)  # ValueError: a name with a NUL character
+        with reworded(LaunchError, f"train.out_dir: {str(folder)!r} cannot be used", "choose another folder", caught):
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL character
-            raise LaunchError(
-                f"train.out_dir: {str(folder)!r} cannot be used: {error}; choose another folder"
-            ) from None
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise LaunchError(
-                    f"train.out_dir: another run is writing into {folder}; wait for it or choose another folder"
-                ) from None
+                problem = f"another run is writing into {folder}; wait for it or choose another folder"
+                raise LaunchError(f"train.out_dir: {problem}") from None
             except OSError as error:
                 raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
             remove_unfinished(folder)
