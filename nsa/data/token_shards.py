@@ -38,7 +38,7 @@ from nsa.data.corpus import Counts, Keys, Tokenised, join
 from nsa.data.sources.base import Skipped
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
-from nsa.files import replace_file
+from nsa.files import expand_home, replace_file
 
 MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
@@ -301,7 +301,7 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
     keys: list[Keys] = [np.empty(0, np.uint64)]
     digest = hashlib.sha256()
     for given in folders:
-        folder = Path(os.path.expanduser(given))  # noqa: PTH111  (Path.expanduser fails for an unknown user)
+        folder = expand_home(str(given))
         manifest = read_manifest(folder)
         made_with = manifest.tokenizer
         if made_with.fingerprint != tokenizer.fingerprint:
