@@ -94,12 +94,11 @@ class _Checks:
         found = SampleTable(self.folder / table.file, table)
         _demand(not found.problem, found.problem)
         rows = {step: len(rows) for step, rows in found.steps.items()}
+        count = sum(rows.values())
         if expected is not None and rows != dict.fromkeys(expected, per_step):
             hint = "" if rows else "; telemetry.attention must be on"
-            raise ValueError(
-                f"{sum(rows.values())} rows do not show each of {len(expected)} steps {per_step} times{hint}"
-            )
-        return f"{sum(rows.values())} rows"
+            raise ValueError(f"{count} rows do not show each of {len(expected)} steps {per_step} times{hint}")
+        return f"{count} rows"
 
     def _document(self, name: str, **values: object) -> str:
         content, problem = read_document(self.folder / name)

@@ -84,9 +84,7 @@ class Tokenised(Generic[Piece]):
         another source may train on them."""
         keys = self.keys
         if len(keys) == 0:
-            raise DataError(
-                "data.source: the corpus is empty, no document contains text; give data.paths that contain text"
-            )
+            raise DataError("data.source: the corpus is empty; give data.paths that contain text")
         mask = in_validation(keys, fraction)
         if fraction and (mask.all() or not mask.any()):
             if len(np.unique(keys)) < 2:
@@ -95,9 +93,7 @@ class Tokenised(Generic[Piece]):
                     "give more files, or set data.validation_fraction=0 to train without validation"
                 )
             if mask.all():
-                raise DataError(
-                    "data.validation_fraction: every document fell into validation; choose a smaller fraction"
-                )
+                raise DataError("data.validation_fraction: every document is for validation; choose a smaller one")
             if not is_only:
                 raise DataError(
                     f"data.validation_fraction: none of the {len(keys):,} documents falls into validation, and other "

@@ -285,8 +285,5 @@ def _find_heartbeats(folder: Path) -> dict[int, Path]:
         found = run_folder.HEARTBEAT.find(folder)
     names = (run_folder.TRAINING.file, run_folder.METRICS_FILE, run_folder.ENVIRONMENT_FILE)
     if not found and not any((folder / name).exists() for name in names):
-        raise CheckpointError(
-            f"{folder}: not the folder of a run (no {', '.join(names)} or {run_folder.HEARTBEAT.pattern}); "
-            "give the out_dir of a run"
-        )
+        raise CheckpointError(f"{folder}: not the folder of a run, it has no {names[0]}; give the out_dir of a run")
     return {0: run_folder.HEARTBEAT.path(folder, 0), **found}

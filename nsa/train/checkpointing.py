@@ -162,10 +162,8 @@ class Checkpointing:
         self._failures += 1
         if self._failures > len(RETRY_S):
             last = self.saver.last_good or "none of this process"
-            raise CheckpointError(
-                f"saving failed {self._failures} times in a row, the last time with: {failure}; "
-                f"the last good checkpoint: {last}"
-            )
+            what = f"saving failed {self._failures} times in a row: {failure}"
+            raise CheckpointError(f"{what}; the last good checkpoint: {last}")
         self._retry_at = self.clock() + RETRY_S[self._failures - 1]
 
 

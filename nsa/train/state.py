@@ -175,17 +175,13 @@ def micro_batch_size(config: Config, world_size: int) -> int:
         raise ConfigError(
             f"train.batch_size: {batch} sequences cannot be divided among {ranks}; choose a multiple of {world_size}"
         )
+    own = batch // world_size
     if size == "auto":
-        size = batch // world_size
-    if batch // world_size % size:
-        raise ConfigError(
-            f"train.micro_batch: {size} must divide the {batch // world_size} sequences of a rank "
-            f"({batch} over {ranks})"
-        )
-    if config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode and batch // world_size > size:
-        raise ConfigError(
-            "parallel.ddp.static_graph: needs one pass per step; leave train.micro_batch at auto or turn it off"
-        )
+        size = own
+    if own % size:
+        raise ConfigError(f"train.micro_batch: {size} must divide the {own} sequences of a rank ({batch} over {ranks})")
+    if config.parallel.ddp.static_graph and not config.parallel.ddp.safe_mode and own > size:
+        raise ConfigError("parallel.ddp.static_graph: needs one pass a step; set train.micro_batch=auto or turn it off")
     return size
 
 
