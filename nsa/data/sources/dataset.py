@@ -8,12 +8,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
+from nsa.config.schema import SourceConfig
 from nsa.data.sources.base import Entry, Skipped, Unit, is_offline
 from nsa.data.sources.readers import file_errors, open_file, parquet_documents, parquet_units
 from nsa.data.sources.subsets import CARD, Chosen, choose, choose_fineweb, is_parquet
@@ -30,7 +30,6 @@ FOOTER_THREADS = 16
 Files = dict[str, tuple[Entry, Path | None]]  # by name in the source; the path is None for files on the hub
 
 
-@dataclass(eq=False)
 class HubDataset:
     """One document per row. Units are row groups, in the order of file names. The first call lists the files; after it
     threads may share the dataset and other processes may use copies.
@@ -39,16 +38,14 @@ class HubDataset:
     hub are retried for about `deadline_s`, then they raise `DataUnavailableError`.
     """
 
-    name: str
-    repo: str | None
-    subset: str
-    split: str
-    revision: str
-    paths: Sequence[str]
-    text_field: str
-    deadline_s: float
-
-    def __post_init__(self) -> None:
+    def __init__(self, source: SourceConfig, deadline_s: float) -> None:
+        self.name = "fineweb_edu"
+        self.repo: str | None = None
+        self.subset, self.split, self.revision = source.subset, source.split, source.revision
+        self.paths, self.text_field, self.deadline_s = source.paths, source.text_field, deadline_s
+        if source.source == "hub":
+            self.repo = source.repo or "the repository"
+            self.name = " ".join([source.repo or "hub", *([source.subset] if source.subset != "default" else [])])
         self.listed = Progress("footers read")
         self._hub: HubRepository | None = None
         self.commit: str | None = None  # set when the files are listed; stays None for a mirror

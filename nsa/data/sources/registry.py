@@ -15,11 +15,5 @@ def open_source(source: SourceConfig, deadline_s: float) -> Source:
     if source.source in ("fineweb_edu", "hub"):
         from nsa.data.sources.dataset import HubDataset
 
-        name, repo = "fineweb_edu", None
-        if source.source == "hub":
-            repo = source.repo or "the repository"
-            name = " ".join([source.repo or "hub", *([source.subset] if source.subset != "default" else [])])
-        return HubDataset(
-            name, repo, source.subset, source.split, source.revision, source.paths, source.text_field, deadline_s
-        )
+        return HubDataset(source, deadline_s)
     raise ConfigError(f"data.source: {source.source!r} has no text to read; choose python, text, fineweb_edu or hub")
