@@ -90,9 +90,7 @@ class BatchedMuon(torch.optim.Muon):
         del ahead
         sends = [sum(shards[0][place].numel() for place in share) for share in shares]
         own = Counter(shapes[place] for place in shares[ranks.rank])
-        flat = exchange_and_orthogonalize(
-            flat, sends, own, ranks, group["ns_coefficients"], group["ns_steps"], group["eps"]
-        )
+        flat = exchange_and_orthogonalize(flat, sends, own, ranks, group)
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         # The foreach kernel needs tensors of the parameters' dtype.
         directions = _split(flat.to(parameters[0].dtype), local_shapes)
@@ -126,23 +124,18 @@ def divide(shapes: tuple[torch.Size, ...], ranks: int, most: int) -> list[list[l
 
 
 def exchange_and_orthogonalize(
-    flat: Tensor,
-    sends: list[int],
-    own: Mapping[torch.Size, int],
-    ranks: Context,
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
+    flat: Tensor, sends: list[int], own: Mapping[torch.Size, int], ranks: Context, group: dict[str, Any]
 ) -> Tensor:
     """Returns the shards of the orthogonalized matrices in the layout of `flat`.
 
     `flat` holds this rank's shards of all matrices of a round, ordered by the rank that orthogonalizes them; `sends`
-    are the elements for each rank, and `own` the shapes of this rank's matrices with their number.
+    are the elements for each rank, `own` the shapes of this rank's matrices with their number, `group` the settings.
     """
     pieces = [[(n, *shard_shape(shape, ranks.size, rank)) for shape, n in own.items()] for rank in range(ranks.size)]
     receives = [sum(map(math.prod, sent)) for sent in pieces]
     received = ranks.exchange(flat, receives, sends) if ranks.size > 1 else flat
     by_rank = [_split(part, sent) for part, sent in zip(received.split(receives), pieces, strict=True)]
+    coefficients, steps, eps = (group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
     for shards in zip(*by_rank, strict=True):  # of the matrices of one shape, by the rank that sent them
         # Python 3.11 would keep the concatenated matrices until the call returns if `*options` were passed here.
         directions = orthogonalize(torch.cat(shards, dim=1) if ranks.size > 1 else shards[0], coefficients, steps, eps)
