@@ -196,8 +196,6 @@ def describe_batch(config: Config, world_size: int) -> str:
 def vocabulary(config: Config, tokenizer: Tokenizer) -> int:
     wanted = config.model.vocab_size
     if wanted is not None and wanted < tokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: {wanted} is less than the {tokenizer.vocab_size} of tokenizer "
-            f"{config.data.tokenizer!r}; leave it unset to use the tokenizer's size"
-        )
+        needed = f"the {tokenizer.vocab_size} of tokenizer {config.data.tokenizer!r}"
+        raise ConfigError(f"model.vocab_size: {wanted} is less than {needed}; leave it unset to use that size")
     return wanted or tokenizer.vocab_size

@@ -42,10 +42,7 @@ class TrainedRun:
         """Encodes conversations with the chat template of the run."""
         template = self.chat_template
         if template is None:
-            raise ConfigError(
-                f"data.chat_template: {self.weights} has no chat template, as it was not trained on conversations; "
-                "set data.chat_template to a Jinja file"
-            )
+            raise ConfigError(f"data.chat_template: {self.weights} has no chat template; set it to a Jinja file")
         return ChatTokenizer(self.tokenizer, template)
 
 
