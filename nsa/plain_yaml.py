@@ -6,6 +6,7 @@ them as 60, text, a number and text. Underscores between digits are allowed.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -80,6 +81,14 @@ def parse_yaml(text: str, most: int = LARGEST) -> Any:
 def dump_yaml(content: Any, *, ascii_only: bool = False) -> str:
     """Returns text that `parse_yaml` reads as the same content. `ascii_only` escapes all other characters."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=not ascii_only)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values by dotted key such as `train.steps`."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def _error(problem: str, mark: Any) -> yaml.YAMLError:

@@ -22,8 +22,9 @@ from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
 from nsa.cli.output import say
 from nsa.config import Config, load_config
-from nsa.config.load import ConfigWarning, flat
+from nsa.config.load import ConfigWarning
 from nsa.errors import ConfigError
+from nsa.plain_yaml import flat
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = "configs/m7c_125m.yaml"

@@ -19,7 +19,7 @@ from nsa.config.schema import Config, MixturePart, SourceConfig
 from nsa.config.variables import environment_settings
 from nsa.errors import ConfigError
 from nsa.files import read_regular
-from nsa.plain_yaml import LARGEST, LARGEST_SAVED, parse_yaml
+from nsa.plain_yaml import LARGEST, LARGEST_SAVED, flat, parse_yaml
 
 _repr = reprlib.Repr()  # shortens values: one may be as large as its file
 _repr.maxlevel, _repr.maxstring, _repr.maxother = 2, 60, 60
@@ -131,14 +131,6 @@ def _reset_unused(tree: dict[str, Any], overridden: list[tuple[str, ...]]) -> No
         kinds = model.get("layer_pattern") or [model.get("attention")]
         if isinstance(kinds, list) and "msa" not in kinds:
             tree.pop("msa", None)
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values by dotted key such as `train.steps`, in the order of the schema."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def _filled(defaults: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,8 @@ the loss against steps, tokens and time. Like a report it needs no script, netwo
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from nsa.inspect.report_plots import lines, smoothed
 from nsa.inspect.run_files import Numbers, number
 from nsa.inspect.run_report import grid, page, shown_value
 from nsa.inspect.svg import STYLES, Curve, Plot
+from nsa.plain_yaml import flat
 
 COMPARISON_FILE = "comparison.html"  # in the current folder: it belongs to no run
 _OWN = ("train.out_dir",)  # keys that differ between any two runs
@@ -88,7 +88,7 @@ def _table(views: Sequence[RunView], names: Sequence[str]) -> str:
 
 def _differences(views: Sequence[RunView], names: Sequence[str]) -> str:
     """A table of the configuration keys that differ, and their values."""
-    settings = [dict(_flat(view.config)) for view in views]
+    settings = [flat(view.config) for view in views]
     keys = dict.fromkeys(key for found in settings for key in found)
     rows = []
     for key in (key for key in keys if key not in _OWN):
@@ -104,15 +104,6 @@ def _differences(views: Sequence[RunView], names: Sequence[str]) -> str:
     about = "Keys whose values differ; all others are the same. A dash: the run's version does not have the key."
     table = f'<table class="facts-table"><tr><th>key</th>{head}</tr>{"".join(rows)}</table>'
     return f'<div class="card scroll">{table}</div><p class="about">{about}</p>{note}'
-
-
-def _flat(config: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted key."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
 
 
 def _figures(views: Sequence[RunView], names: Sequence[str]) -> list[str]:

@@ -19,8 +19,8 @@ from nsa import errors
 from nsa.cli.main import app
 from nsa.config import Config
 from nsa.config.architecture import RopeScalingConfig
-from nsa.config.load import flat
 from nsa.config.schema import MixturePart
+from nsa.plain_yaml import flat
 from tests.docs.pages import ROOT
 from tests.inspect.test_report import browse
 
