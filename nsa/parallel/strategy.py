@@ -52,8 +52,21 @@ def wrap_ddp(model: nn.Module, options: DDPConfig, world: World, wrap_hook: Hook
 
 
 def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    summed: torch.futures.Future[torch.Tensor] = future.then(lambda done: done.value()[0])
+    """Sums a bucket over the ranks; in deterministic mode each gradient by itself.
+
+    The order in which three or more ranks are added depends on the place in the reduced tensor, and DDP rearranges its
+    buckets after the first step of a process: the step after a resume would round differently.
+    """
+    whole: Tensor = bucket.buffer()
+    parts = bucket.gradients() if torch.are_deterministic_algorithms_enabled() else [whole]
+    futures = [dist.all_reduce(part, async_op=True).get_future() for part in parts]
+
+    def finish(_: Any) -> Tensor:
+        for future in futures:  # over gloo, the last one may end before others
+            future.wait()
+        return whole
+
+    summed: torch.futures.Future[Tensor] = futures[-1].then(finish)
     return summed
 
 
