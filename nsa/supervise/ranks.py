@@ -52,12 +52,14 @@ class RankState:
         return self.process in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
 
 
-def read_ranks(folder: Path) -> list[RankState]:
-    """Every rank that has written events. Ranks with a damaged file are skipped."""
+def read_ranks(folder: Path, size: int) -> list[RankState]:
+    """Every rank of `size` that has written events; a larger world may have left files of others. Ranks with a damaged
+    file are skipped."""
     found = []
     for rank, path in HEARTBEAT.find(folder).items():
         with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
-            found.append(_read_rank(rank, path))
+            if rank < size:
+                found.append(_read_rank(rank, path))
     return found
 
 

@@ -50,13 +50,14 @@ class Watchdog:
         self,
         folder: Path,
         rank: int,
+        size: int,
         *,
         floor_s: float,
         first_step_s: float,
         on_hang: Callable[[dict[str, Any], str], None],
         counted: Callable[[], AbstractContextManager[None]],
     ):
-        self._folder, self._rank, self._floor_s = folder, rank, floor_s
+        self._folder, self._rank, self._size, self._floor_s = folder, rank, size, floor_s
         self._on_hang, self._counted = on_hang, counted
         self._tick_s, self._report_s = min(1.0, max(0.05, floor_s / 20)), min(20.0, max(1.0, floor_s))
         self._steps: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
@@ -140,7 +141,7 @@ class Watchdog:
                     self._arm(limit_s - silent_s + self._report_s)
                 if silent_s < self._limit_s:
                     continue
-                ranks = time_limited(READ_S, lambda: read_ranks(self._folder)) or []
+                ranks = time_limited(READ_S, lambda: read_ranks(self._folder, self._size)) or []
                 if silent_s < limit_s:  # another rank that hangs may end this one before its own limit
                     if not has_dumped and any(rank.is_hung and rank.age_s < silent_s for rank in ranks):
                         has_dumped = True
@@ -169,7 +170,7 @@ class Watchdog:
         self._write(f"\nmemory: {psutil.Process().memory_info().rss / 2**30:.3f} GiB resident\n\n")
         ranks: list[RankState] = []
         with self._counted():
-            ranks = read_ranks(self._folder)
+            ranks = read_ranks(self._folder, self._size)
             self._write(format_ranks(ranks))
         report = {"step": self._step, "phase": self._phase, "silent_s": silent_s, "limit_s": limit_s}
         report |= {"file": str(self._path) if self._path else None, "ranks": [rank.to_dict() for rank in ranks]}
@@ -207,7 +208,7 @@ class Watchdog:
 
     def _wait_for_other_ranks(self) -> None:
         """When this rank exits, torchrun ends the others: they must have written their stacks before."""
-        while not all(r.rank == self._rank or r.is_hung or r.has_ended for r in read_ranks(self._folder)):
+        while not all(r.rank == self._rank or r.is_hung or r.has_ended for r in read_ranks(self._folder, self._size)):
             time.sleep(self._tick_s)
 
 

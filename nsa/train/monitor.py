@@ -46,7 +46,8 @@ class Monitor:
         self.profiler = StepProfiler(folder, world.rank, config.train.profile_steps, world.device)
         wanted = config.telemetry
         times = {"floor_s": wanted.watchdog_floor_s, "first_step_s": wanted.watchdog_first_step_s}
-        self.watchdog = Watchdog(folder, world.rank, **times, on_hang=self._on_hang, counted=self._failures.counted)
+        counted = self._failures.counted
+        self.watchdog = Watchdog(folder, world.rank, world.size, **times, on_hang=self._on_hang, counted=counted)
         traced = {"grads": wanted.trace_grads, "modules": wanted.trace_modules, "buckets": wanted.trace_buckets}
         self.tracer = Tracer(folder, world.rank, **traced, failures=self._failures)
         self._tables: list[TableSink] = []

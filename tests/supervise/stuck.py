@@ -17,6 +17,7 @@ from nsa.supervise.watchdog import Watchdog
 
 FLOOR_S = 0.5
 LONG_S = 1000
+RANKS = 9  # of the run, at most
 keeping_the_gil = ctypes.PyDLL(None)
 
 
@@ -160,7 +161,7 @@ def main(how: str, folder: Path, rank: int = 0) -> None:
         "on_hang": lambda report, message: emit(folder, rank, event="hang", **report),
         "counted": failures.counted,
     }
-    dog = Watchdog(folder, rank, first_step_s=first_step_s, **common)
+    dog = Watchdog(folder, rank, RANKS, first_step_s=first_step_s, **common)
     try:
         with dog:
             dog.beat(12, "backward")
@@ -168,7 +169,7 @@ def main(how: str, folder: Path, rank: int = 0) -> None:
             globals()[how](dog)
     except KeyError:
         time.sleep(5 * FLOOR_S)
-    with Watchdog(folder, rank, first_step_s=FLOOR_S, **common) as second:
+    with Watchdog(folder, rank, RANKS, first_step_s=FLOOR_S, **common) as second:
         second.beat(13, "step")
     assert (signal.getsignal(signal.SIGUSR2), threading.active_count()) == before
     print(f"done with {failures.count} failures")

@@ -71,6 +71,7 @@ def make_watchdog(folder: Path, failures: Failures, floor_s: float = 60.0) -> Wa
     return Watchdog(
         folder,
         0,
+        1,
         floor_s=floor_s,
         first_step_s=600.0,
         on_hang=lambda report, message: None,
@@ -118,7 +119,7 @@ def write_events(folder: Path, rank: int, *events: dict[str, object]) -> None:
 def test_a_changed_clock_does_not_make_a_rank_look_gone(tmp_path, jump_s):
     boot = {"event": "boot", "time": time.time() - jump_s, **identify(os.getpid())}
     write_events(tmp_path, 1, boot, {"event": "step", "time": time.time() - jump_s, "clock": time.monotonic() - 40})
-    (rank,) = read_ranks(tmp_path)
+    (rank,) = read_ranks(tmp_path, 2)
     assert rank.process in ("running", "sleeping")
     assert rank.age_s == pytest.approx(40.0, abs=5.0)
 
@@ -131,7 +132,7 @@ def test_another_process_with_the_id_of_a_dead_rank_is_not_the_rank(tmp_path):
     write_events(tmp_path, 2, {**own, "boot_id": "before the machine was restarted"})
     write_events(tmp_path, 3, {**own, "host": "another"})
     write_events(tmp_path, 4, {"event": "boot", "pid": os.getpid(), "host": own["host"]})  # of an earlier version
-    states = [rank.process for rank in read_ranks(tmp_path)]
+    states = [rank.process for rank in read_ranks(tmp_path, 5)]
     assert states[1:] == ["gone", "gone", "unknown", "unknown"]
     assert states[0] in ("running", "sleeping")
 
@@ -142,7 +143,8 @@ def test_every_rank_is_listed_also_after_it_found_a_hang_or_with_a_damaged_file(
     write_events(tmp_path, 1, {**boot, "pid": "none"})
     write_events(tmp_path, 2, {**boot, "host": "another"}, {"event": "step", "time": "never"})
     (tmp_path / "heartbeat_rank3.jsonl").write_bytes(b"\xff\n{")
-    ranks = read_ranks(tmp_path)
+    write_events(tmp_path, 4, boot)  # of an earlier start with more ranks
+    ranks = read_ranks(tmp_path, 4)
     assert [(r.rank, r.to_dict()["event"], r.to_dict()["pid"]) for r in ranks] == [
         (0, "hang", os.getpid()),
         (2, "boot", os.getpid()),
@@ -193,6 +195,7 @@ def ended(tmp_path_factory):
     """How each of the processes ended and the folder it left, by name; `no folder NAME` had a file in its place."""
     folders = {how: tmp_path_factory.mktemp(how) for how in (*HANGS, *NO_HANGS)}
     (folders["nothing"] / "stackdump_20250101T000000_rank0.txt").touch()  # of a process that was killed
+    write_events(folders["sleeping"], 9, {"event": "boot", "host": "another"})
     for how in WITHOUT_FOLDER:
         folders[f"no folder {how}"] = tmp_path_factory.mktemp("file") / "file"
         folders[f"no folder {how}"].write_text("in place of the folder")
@@ -210,6 +213,7 @@ def test_a_stuck_process_ends_with_code_6_and_its_stacks_show_where(ended, how):
     end, folder = ended[how]
     assert end.code == 6
     (path,) = folder.glob("stackdump_*")
+    assert "rank 9" not in path.read_text(), "it is left from a larger world"
     line = r"hang: rank 0: no progress for \d s in step 12 \(phase backward\); "
     assert re.fullmatch(line + re.escape(f"stacks in {path}; exit code 6"), end.output.splitlines()[-1])
     (text,) = dumps(folder)
