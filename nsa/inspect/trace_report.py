@@ -97,9 +97,9 @@ def explain(folder: Path) -> Iterator[str]:
 
 
 def _explain(found: list[RankTrace]) -> Lines:
-    newest = max(trace.started for trace in found)
-    traces = [trace for trace in found if trace.started > newest - ONE_START_S]
-    size, kinds = max(trace.world_size for trace in traces), max((trace.kinds for trace in traces), key=len)
+    newest, size = max((trace.started, trace.world_size) for trace in found)
+    traces = [trace for trace in found if trace.started > newest - ONE_START_S and trace.world_size == size]
+    kinds = max((trace.kinds for trace in traces), key=len)
     yield "trace", f"{len(traces)} of {size} ranks since {clock(newest)}: {', '.join(kinds) or 'nothing'}"
     if absent := set(range(size)) - {trace.rank for trace in traces}:
         yield "absent", f"{_listed('rank', absent)}: left no trace of this start"

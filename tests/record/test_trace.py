@@ -296,6 +296,13 @@ def test_only_the_last_attempt_is_explained(tmp_path):
     assert "1 line was damaged" in report
 
 
+def test_ranks_of_an_earlier_and_larger_world_are_not_explained(copied):
+    folder = copied("ddp")
+    old = (folder / "trace_rank1.jsonl").read_text().replace('"world_size": 2', '"world_size": 3')
+    (folder / "trace_rank2.jsonl").write_text(re.sub(r'("time": )(\d+)', lambda m: f"{m[1]}{int(m[2]) - 60}", old))
+    assert "trace    2 of 2 ranks" in text(folder)
+
+
 def test_ranks_that_agree_are_reported_as_equal(two_ranks):
     report = text(two_ranks / "ddp")
     assert "ranks 0-1: step 2 complete, ended" in report
