@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nsa import faults
 from nsa.data.loader import Batch, Loader
 from nsa.data.sequences import IGNORED
+from nsa.errors import DataError
 from nsa.nn.loss import HeadLoss, divergence_loss, next_token_loss
 from nsa.ops.observe import Observer, observing
 from nsa.parallel.collectives import sum_over_ranks
@@ -176,4 +177,7 @@ def validate(
     state.module.train()
     reshard(state.module)
     nats, tokens, text_bytes = sum_over_ranks(totals.to(state.device), world).tolist()
+    if not tokens:
+        problem = f"none of the {sequences} validation sequences has a token that counts"
+        raise DataError(f"train.eval_sequences: {problem}; raise it or data.validation_fraction")
     return Validation(nats / tokens, nats / math.log(2) / max(1, text_bytes))

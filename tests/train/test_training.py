@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, ConfigError, LaunchError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError
 from nsa.nn.model import build_model
 from nsa.run_folder import MACHINE_COLUMNS
 from nsa.train import train
@@ -183,6 +184,19 @@ def test_validation_reads_the_same_sequences_every_time_and_leaves_no_trace():
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, state.trainable, strict=True))
     assert all(p.grad is None for p in state.trainable)
     assert state.model.training
+
+
+def test_a_validation_without_a_token_that_counts_is_an_error_of_the_data(monkeypatch):
+    """As of a mixture whose conversations have their answers further back."""
+    _, data, state = setup()
+    real = data.validation.batch
+    monkeypatch.setattr(data.validation, "batch", lambda *rows: without_targets(real(*rows)))
+    with pytest.raises(DataError, match="none of the 4 validation sequences has a token that counts"):
+        validate(state, data.validation, 4, 2)
+
+
+def without_targets(batch):
+    return replace(batch, targets=torch.full_like(batch.targets, -100))
 
 
 def test_a_finished_run_says_so_and_is_left_alone(tmp_path, capsys):
