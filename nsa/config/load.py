@@ -55,7 +55,6 @@ def load_config(
     """Reads `path`, applies `section.key=value` overrides in order (the last wins) and validates the result.
 
     If there is no such file, `path` may be one of `shipped_names()`.
-    An override of model.attention sets the kind of all layers: it resets model.layer_pattern of the file.
     The old NSA_* variables in `environment` set keys that neither the file nor an override sets.
     A file in a run folder (`in_run`) must be a regular file; any other file may be a link or a pipe.
     """
@@ -69,10 +68,7 @@ def load_config(
         raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
-    content, overrides = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST), list(overrides)
-    model = content.get("model") if isinstance(content, dict) else None
-    if isinstance(model, dict) and any(part.partition("=")[0].strip() == "model.attention" for part in overrides):
-        model.pop("layer_pattern", None)
+    content = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST)
     return parse_config(content, str(path), overrides, environment)
 
 
@@ -94,16 +90,21 @@ def shipped_names() -> list[str]:
 def parse_config(
     tree: Any, origin: str, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
 ) -> Config:
-    """Validates a parsed YAML document; `origin` names it in errors."""
+    """Applies overrides to a parsed YAML document and validates it; `origin` names it in errors.
+
+    An override of model.attention sets the kind of all layers: it resets model.layer_pattern of the document.
+    """
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         kind = {list: "a list", str: "a text", int: "a number"}.get(type(tree), type(tree).__name__)
         raise ConfigError(f"{origin}: must hold sections such as 'model:' and 'train:', got {kind}")
     tree = {key: {} if value is None else value for key, value in tree.items()}  # an empty section: 'model:'
+    parsed = [(override, *_parse_override(override)) for override in overrides]
+    if isinstance(tree.get("model"), dict) and any(keys == ("model", "attention") for _, keys, _ in parsed):
+        tree["model"] = {key: value for key, value in tree["model"].items() if key != "layer_pattern"}
     applied: list[tuple[tuple[str, ...], str]] = []
-    for override in overrides:
-        keys, value = _parse_override(override)
+    for override, keys, value in parsed:
         _section_of(tree, keys, f"override '{override}'")[keys[-1]] = value
         applied.append((keys, f"override '{override}'"))
     for variable, key, value, message in environment_settings(environment or {}):

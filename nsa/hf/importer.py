@@ -54,6 +54,11 @@ def import_model(
     base        configuration for the other sections of the run; None means the defaults
     """
     check_new_folder(run)
+    overrides = list(overrides)
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key == "model.attention" or (key == "model.layer_pattern" and attention is None):
+            raise ConfigError(f"override '{override}': layers keep their kind; --attention nsa or msa converts them")
     described = _read_json(source / HF_CONFIG)
     is_own = described.get("model_type") == OWN_TYPE
     content = load_config(base).to_dict() if base is not None else {"data": {}}
@@ -84,8 +89,13 @@ def import_model(
     if template is not None and kept is None:  # otherwise it is found beside the tokenizer
         keys["chat_template"] = str((run / CHAT_TEMPLATE_FILE).resolve())
     content["data"] |= {"tokenizer": str((run / TOKENIZER_FILE).resolve())} | keys
-    # As an override, it resets settings of the base for a kind that no layer has.
-    config = parse_config(content, str(source), [f"model.attention={attention or saved.attention}", *overrides])
+    # As an override, the kind resets settings of the base for one that no layer has.
+    kinds = f"model.attention={attention or saved.attention}"
+    if content["model"].get("layer_pattern"):
+        kinds = f"model.layer_pattern=[{','.join(saved.layer_pattern or ())}]"
+    config = parse_config(content, str(source), [kinds, *overrides])
+    if attention is not None and attention not in config.model.layer_kinds():
+        raise ConfigError(f"--attention {attention}: model.layer_pattern has no such layer; name one in it")
     weights = converted_weights(source, config, is_own=is_own, is_stock=is_stock, is_dense=is_dense)
     with reworded(CheckpointError, f"{run}: cannot be written"):
         run.mkdir(parents=True, exist_ok=True)

@@ -160,6 +160,9 @@ def test_one_override_gives_all_layers_of_a_file_with_a_pattern_the_same_kind(lo
     for overrides in (["model.attention=dense", pattern], [pattern, "model.attention=dense"]):
         assert load(hybrid, *overrides).model.layer_pattern == ["window"]
     assert set(load_config("m7c_125m_hybrid", ["model.attention=nsa"]).model.layer_kinds()) == {"nsa"}
+    saved = load(hybrid).to_dict()  # as in a checkpoint
+    assert set(parse_config(saved, "checkpoint", ["model.attention=dense"]).model.layer_kinds()) == {"dense"}
+    assert saved["model"]["layer_pattern"] == ["msa", "dense"]
 
 
 def test_an_override_can_set_a_key_back_to_nothing(load):

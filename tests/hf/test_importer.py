@@ -168,6 +168,28 @@ def test_a_sparse_model_is_not_converted_again(tmp_path, monkeypatch, kind):
     assert import_model(tmp_path / "hf", tmp_path / "same").model.layer_kinds() == [kind, kind]
 
 
+@pytest.mark.parametrize(
+    ("attention", "override", "message"),
+    [
+        (None, "model.attention=msa", "override 'model.attention=msa': layers keep their kind; --attention nsa or msa"),
+        ("msa", "model.attention=nsa", "override 'model.attention=nsa': layers keep their kind"),
+        (None, "model.layer_pattern=[dense,nsa]", r"override 'model.layer_pattern=\[dense,nsa\]': layers keep"),
+        ("msa", "model.layer_pattern=[dense,nsa]", "--attention msa: model.layer_pattern has no such layer"),
+    ],
+)
+def test_only_the_option_converts_layers(tmp_path, llama, attention, override, message):
+    with pytest.raises(ConfigError, match=message):
+        import_model(llama[0], tmp_path / "run", attention=attention, overrides=[override])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_pattern_of_an_own_export_is_kept_and_not_overridden(tmp_path):
+    export_model(make_run(tmp_path / "run", "pattern"), tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"override 'model.attention=dense': layers keep their kind"):
+        import_model(tmp_path / "hf", tmp_path / "imported", overrides=["model.attention=dense"])
+    assert import_model(tmp_path / "hf", tmp_path / "imported").model.layer_pattern == ["nsa", "dense"]
+
+
 def test_window_layers_of_an_own_export_keep_their_window(tmp_path, monkeypatch):
     monkeypatch.setitem(VARIANTS, "no nsa", {"model": {"layer_pattern": ["dense", "window"]}})
     export_model(make_run(tmp_path / "run", "no nsa"), tmp_path / "hf")
