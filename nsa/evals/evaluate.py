@@ -39,6 +39,7 @@ def evaluate(
     for length in lengths:
         if length > trained:
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
+    data: list[str] = []
     losses: list[dict[str, Any]] = []
     recall: list[dict[str, Any]] = []
     tasks: list[dict[str, Any]] = []
@@ -47,7 +48,9 @@ def evaluate(
         for length in sorted(lengths, reverse=True):  # the data may end before the longest
             measured: AbstractContextManager[Any] = selection_by_layer(run.model) if selection else nullcontext()
             with measured as layers:
-                buckets = loss_by_position(run, length, check=not losses)
+                buckets = loss_by_position(run, length, check=not losses, named=data.append)
+            if not losses:
+                log(f"data    {data[0]}")
             by_layer.append({"length": length, "layers": layers})
             mean = sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
             losses.append({"length": length, "loss": mean, "buckets": [asdict(bucket) for bucket in buckets]})
@@ -63,6 +66,7 @@ def evaluate(
             log(f"{length:,} tokens: loss {mean:.4f}, " + ", ".join(shares))
     return {
         "weights": str(run.weights),
+        "data": data[0],
         "trained_length": trained,
         "samples": samples,
         "loss": sorted(losses, key=itemgetter("length")),

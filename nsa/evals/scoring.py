@@ -7,7 +7,7 @@ answers, so one forward pass decides: decoding is exact if and only if every tok
 after the tokens before it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -51,10 +51,13 @@ def inference(run: TrainedRun) -> Iterator[None]:
         yield
 
 
-def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> list[Bucket]:
+def loss_by_position(
+    run: TrainedRun, length: int, *, check: bool = True, named: Callable[[str], None] = lambda data: None
+) -> list[Bucket]:
     """Measures the loss on as many tokens as a validation of the run, in sequences of `length`. Call it in `inference`.
 
-    `check` compares prepared shards with their hashes, which is needed only once.
+    `check` compares prepared shards with their hashes, which is needed only once. `named` is called with a summary of
+    the data.
     """
     train = run.config.train
     wanted = max(1, train.eval_sequences * train.seq_len // length)
@@ -70,6 +73,7 @@ def loss_by_position(run: TrainedRun, length: int, *, check: bool = True) -> lis
                 "data.validation_fraction: is 0, so the run trained on all its text; "
                 "name other text with data.* overrides"
             )
+        named(data.summary)
         found = data.validation.sequences.count
         return _loss_of(run.model, data.validation, wanted if found is None else min(wanted, found))
     finally:

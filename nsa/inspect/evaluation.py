@@ -37,9 +37,10 @@ def evaluation_figures(found: dict[str, Any]) -> list[str]:
 
 
 def evaluation_facts(found: dict[str, Any]) -> str:
-    """HTML that names the weights and the number of questions."""
+    """HTML that names the weights, the data of the loss and the number of questions."""
     samples = f"{whole(found.get('samples'), 0):,} questions for every depth or level and length"
-    return f'<p class="about">{escape(one_line(str(found.get("weights")), 300))} · {samples}</p>'
+    facts = [one_line(str(found[key]), 300) for key in ("weights", "data") if key in found]
+    return f'<p class="about">{escape(" · ".join([*facts, samples]))}</p>'
 
 
 def _loss(found: dict[str, Any]) -> str:

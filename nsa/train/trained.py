@@ -21,7 +21,7 @@ from nsa.nn.model import Decoder, build_model
 from nsa.parallel.numerics import compute_precision
 from nsa.parallel.transform import divide_sequences
 from nsa.parallel.world import pick_device
-from nsa.run_folder import CONFIG_FILE, reading_run, run_of
+from nsa.run_folder import CONFIG_FILE, WEIGHTS_FILE, reading_run, run_of
 from nsa.train.state import AUTOCAST_TYPES, RunState, chosen_kernels, vocabulary
 
 
@@ -120,13 +120,15 @@ def _named_checkpoint(path: Path, name: str) -> Path:
 
 def _saved_config(path: Path, weights: Path, overrides: list[str]) -> Config:
     """The configuration in config.yaml of a run folder, or in a checkpoint or a file of weights."""
-    if (path / CONFIG_FILE).is_file():
-        return load_config(path / CONFIG_FILE, overrides, in_run=True)
+    run = path.parent if path.name == WEIGHTS_FILE else path  # the metadata of the file lack data and lengths
+    if (run / CONFIG_FILE).is_file():
+        return load_config(run / CONFIG_FILE, overrides, in_run=True)
     if not weights.exists():
         raise CheckpointError(f"{path}: not a run folder (no {CONFIG_FILE} in it); give the out_dir of a run")
     saved: Any = (read_state(weights) if weights.is_dir() else read_metadata(weights)).get("config")
     if saved is None:
-        raise CheckpointError(f"{weights}: carries no configuration; give the folder of the run that wrote it")
+        hint = "give the folder of the run that wrote it, or `nsa import` the folder of a Hugging Face model"
+        raise CheckpointError(f"{weights}: carries no configuration; {hint}")
     return parse_config(saved, str(weights), overrides)
 
 

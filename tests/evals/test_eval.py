@@ -141,10 +141,12 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
     assert result.exit_code == 0
     assert "600 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
     assert "loss by position" in result.output
+    assert result.output.count("data    recall: endless generated documents") == 1
     assert "several in the prompt" in result.output
     assert "exact answers in %, tracking" in result.output
     found = json.loads((tmp_path / "new" / "eval.json").read_text())
     assert found["trained_length"] == 32
+    assert found["data"].startswith("recall: endless")
     assert [(row["length"], row["keys"]) for row in found["recall"]] == [
         (length, keys) for length in (600, 640) for keys in ("one", "several")
     ]
@@ -153,6 +155,7 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
         (length, *task) for length in (600, 640) for task in (("tracking", [1, 2, 3, 4]), ("counting", [2, 4, 8]))
     ]
     page = (tmp_path / "new" / "eval.html").read_text()
+    assert "model.safetensors · recall: endless generated documents" in page
     assert page.count("<svg") == 5
     assert page.count('class="cell') == 2 * 2 * DEPTHS[0] + 2 * (4 + 3), "a number for every length, depth and level"
 
@@ -171,6 +174,12 @@ def test_a_disk_that_fills_up_is_an_error_that_names_the_file(folder, tmp_path, 
     ):
         evaluate(folder, "--out", tmp_path, "--lengths", "256", "--samples", 1)
     assert json.loads((tmp_path / "eval.json").read_text())["loss"]
+
+
+def test_the_weights_file_of_a_run_is_evaluated_like_the_run(folder):
+    found = [nsa.load_run(path).config for path in (folder, folder / "model.safetensors")]
+    assert found[0] == found[1]
+    assert found[1].train.seq_len == 32
 
 
 def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
