@@ -293,6 +293,8 @@ class Session:
         if config.train.freeze:
             learning = sum(p.numel() for p in state.trainable)
             yield f"frozen  all but {learning:,} parameters of this rank (train.freeze)"
+            if config.train.init_from is None:
+                yield "warning: the frozen weights are random: set train.init_from to the run that they come from"
         if config.train.teacher:
             yield f"teacher {config.train.teacher}: the training loss is the KL divergence from it"
         yield from dict.fromkeys(note for _, layer in attention_layers(state.model) for note in layer.notes())

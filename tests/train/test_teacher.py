@@ -66,6 +66,14 @@ def test_a_student_resumes_to_the_bit(dense, tmp_path):
     assert all(".attention.gate." in name or name == "head.weight" for name in moved), moved
 
 
+def test_weights_that_are_frozen_at_random_values_are_reported(dense, tmp_path, capsys):
+    frozen = ["model.attention=dense", "train.freeze=['blocks.0.*']", "train.steps=1"]
+    train(small(*frozen), tmp_path / "random")
+    assert "warning: the frozen weights are random: set train.init_from" in capsys.readouterr().out
+    train(small(*frozen, f"train.init_from={dense}"), tmp_path / "started")
+    assert "frozen weights are random" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
