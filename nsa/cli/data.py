@@ -13,6 +13,7 @@ import typer
 from nsa.cli.arguments import JoinedOverrides, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.config import load_config, parse_config
+from nsa.config.load import warn_if_unlikely
 from nsa.config.schema import Config, DataConfig
 from nsa.errors import ConfigError, DataError
 
@@ -208,10 +209,10 @@ def _folder_and_overrides(folder: Path | None, overrides: list[str] | None) -> t
 
 
 def _resolve(config: Path | None, overrides: list[str] | None, override: list[str] | None) -> Config:
-    given = all_overrides(overrides, override)
-    if config is not None:
-        return load_config(config, given, os.environ)
-    return parse_config({}, "the command line", given)
+    given, origin = all_overrides(overrides, override), str(config or "the command line")
+    resolved = parse_config({}, origin, given) if config is None else load_config(config, given, os.environ)
+    warn_if_unlikely(resolved, origin)
+    return resolved
 
 
 def _totals(manifest: "Manifest") -> str:

@@ -67,7 +67,9 @@ def load_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not valid UTF-8; save the file as UTF-8 text") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; give the path of a YAML file") from None
+        inside = path / "config.yaml"  # of a run
+        hint = f"did you mean {inside}?" if inside.is_file() else "give the path of a YAML file"
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {hint}") from None
     content = _parse_yaml(text, str(path), LARGEST_SAVED if in_run else LARGEST)
     return parse_config(content, str(path), overrides, environment)
 
@@ -165,6 +167,11 @@ def warn_if_unlikely(config: Config, origin: str) -> None:
         f"data.repo: {part.repo!r} is not used, since data.source is {part.source}; set data.source=hub"
         for part in (*config.data.mixture, config.data)
         if part.repo and part.source not in ("hub", "synthetic")
+    ]
+    remarks += [
+        f"data.paths: is not used, since data.source is {part.source}; set data.source=text or another that reads files"
+        for part in (*config.data.mixture, config.data)
+        if part.paths and part.source in ("python", "synthetic", "recall")
     ]
     warmup, steps = config.train.warmup_steps, config.train.steps
     if warmup > steps:

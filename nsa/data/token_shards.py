@@ -231,6 +231,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"data.paths: {folder} contains no finished shards (no {MANIFEST}); "
             f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"
         ) from None
+    except NotADirectoryError:
+        hint = "give a folder that `nsa data prepare` wrote, or the file to data.source=text"
+        raise DataError(f"data.paths: {folder} is a file; {hint}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}; {AGAIN}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

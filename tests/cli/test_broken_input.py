@@ -323,6 +323,25 @@ def test_checking_a_file_warns_about_valid_settings_that_are_probably_mistakes(t
     ]
 
 
+@pytest.mark.parametrize("command", [["data", "stats", "--limit", "1"], ["train", "quickstart"]])
+def test_paths_that_no_source_reads_are_reported(monkeypatch, capsys, command):
+    monkeypatch.setattr("nsa.train.train", lambda *run, **options: None)
+    said = "data.paths: is not used, since data.source is python; set data.source=text or another that reads files"
+    exit_code, stderr = run_here([*command, "data.paths=[books]"], monkeypatch, capsys)
+    assert exit_code == 0
+    assert said in stderr
+
+
+def test_files_and_folders_in_each_others_place_are_answered_with_what_to_give(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("train: {steps: 1}\n")
+    exit_code, stderr = run_here(["train", str(tmp_path)], monkeypatch, capsys)
+    assert exit_code == CONFIG
+    assert f"{tmp_path}: cannot be read: Is a directory; did you mean {tmp_path / 'config.yaml'}?" in stderr
+    exit_code, stderr = run_here(["data", "stats", str(tmp_path / "config.yaml")], monkeypatch, capsys)
+    assert exit_code == DATA
+    assert "config.yaml is a file; give a folder that `nsa data prepare` wrote" in stderr
+
+
 def test_checking_a_file_finds_a_misspelt_tokenizer(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.yaml").write_text("data: {tokenizer: gtp2}\n")
     (tmp_path / "b.yaml").write_text("data: {tokenizer: gpt2}\n")
