@@ -8,7 +8,7 @@ import typer
 
 from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, reworded
 
 
 def evaluate(
@@ -52,6 +52,8 @@ def evaluate(
 
     run = load_run(source, overrides=all_overrides(overrides, override))
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
+    with reworded(ConfigError, f"--out: {folder} cannot be used", "choose another folder"):
+        folder.mkdir(parents=True, exist_ok=True)  # before the measurement, which may take long
     if lm_eval is not None:
         from nsa.hf.harness import print_table, run_tasks
 

@@ -132,5 +132,4 @@ def _print_shares(console: Console, table: Table, rows: Sequence[tuple[str, Sequ
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     with reworded(DataError, f"{path}: cannot be written", "choose another folder with --out"):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(found, indent=1) + "\n")

@@ -167,6 +167,12 @@ def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(fo
     assert (tmp_path / "eval.json").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(folder, tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError, match=r"--out: .*out cannot be used: File exists; choose another folder"):
+        evaluate(folder, "--out", tmp_path / "out", "--lengths", "10")  # 10 is an error of the measurement
+
+
 def test_a_disk_that_fills_up_is_an_error_that_names_the_file(folder, tmp_path, no_room):
     no_room("eval.html")
     with pytest.raises(
