@@ -227,6 +227,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if not folder.exists():
+            raise DataError(f"data.paths: no such folder: {folder}; relative paths start at {Path.cwd()}") from None
         raise DataError(
             f"data.paths: {folder} contains no finished shards (no {MANIFEST}); "
             f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"

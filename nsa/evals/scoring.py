@@ -66,6 +66,8 @@ def loss_by_position(
         checked = slice(None if check else 0)
         data = build_data(run.config.data, changed, run.tokenizer, checked=checked)
     except (ConfigError, DataError) as error:
+        if "train.seq_len" not in str(error):
+            raise
         raise type(error)(f"--lengths: {length} does not fit the data: {error}") from None
     try:
         if data.validation is None:

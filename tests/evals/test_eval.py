@@ -220,6 +220,12 @@ def test_lengths_that_do_not_fit_are_refused(folder, tmp_path):
         evaluate(folder, "data.validation_fraction=0.0", "--lengths", "256")
 
 
+def test_data_that_are_missing_are_not_blamed_on_a_length(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"^data\.paths: no such folder: shards; relative paths start at {tmp_path}$"):
+        evaluate(folder, "data.source=prepared", "data.paths=[shards]", "--lengths", "256")
+
+
 def test_prepared_shards_are_compared_with_their_hashes_once(folder, tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for name in map(str, range(8)):
