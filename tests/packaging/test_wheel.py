@@ -101,7 +101,8 @@ def test_an_editable_install_is_found_in_the_folder_that_holds_the_clone(source,
 def test_configurations_are_found_by_name(programs, tmp_path):
     assert "site-packages" in run(programs / "python", "-c", "import nsa; print(nsa.__file__)", cwd=tmp_path)
     listed = run(programs / "nsa", "config", "list", cwd=tmp_path)
-    assert [line.split()[0] for line in listed.splitlines()] == sorted(p.stem for p in (ROOT / "configs").iterdir())
+    names = sorted(line.split()[0] for line in listed.splitlines())
+    assert names == sorted(path.stem for path in (ROOT / "configs").iterdir())
     (tmp_path / "mine.yaml").write_text(run(programs / "nsa", "config", "show", "m7c_125m", cwd=tmp_path))
     assert load_config(tmp_path / "mine.yaml") == load_config(ROOT / "configs" / "m7c_125m.yaml")
 
