@@ -52,9 +52,12 @@ def export(
         Path, typer.Argument(metavar="DIR|FILE", help="The folder or the file to write.", show_default=False)
     ],
     format_: Annotated[
-        Literal["hf", "vllm", "safetensors"],
+        Literal["hf", "vllm", "nsa", "safetensors"],
         typer.Option(
-            "--format", "--for", help="A folder for transformers or for vLLM and SGLang, or the weights as one file."
+            "--format",
+            "--for",
+            help="A folder for transformers, for vLLM and SGLang, or for transformers with the code of nsa, which can "
+            "train the index of MSA; or the weights as one file.",
         ),
     ] = "hf",
     package: Annotated[

@@ -4,7 +4,7 @@ import json
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -26,10 +26,11 @@ from nsa.run_folder import METRICS_FILE, read_json
 from nsa.train.trained import TrainedRun
 
 LARGEST_SHARD = "5GB"
+Form = stock.Form | Literal["nsa"]
 PAPERS = {"nsa": "Native Sparse Attention (arXiv 2502.11089)", "msa": "MiniMax Sparse Attention (arXiv 2606.13392)"}
 
 
-def export_model(run: TrainedRun, folder: Path, package: str | None = None, form: stock.Form = "hf") -> list[str]:
+def export_model(run: TrainedRun, folder: Path, package: str | None = None, form: Form = "hf") -> list[str]:
     """Writes config.json, safetensors (large ones in shards), tokenizer, generation_config.json and a model card.
 
     A model that `nsa.hf.stock` can express is written as MiniMax-M3, which transformers loads without this package.
@@ -37,25 +38,28 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
 
     folder    must be new or empty and is created atomically
     package   address of this package for pip, for the model card; None means the repository in its metadata, if any
-    form      hf: for transformers; vllm: for vLLM and SGLang, ConfigError if the model cannot be written as MiniMax-M3
+    form      hf: for transformers; vllm: for vLLM and SGLang, ConfigError if the model cannot be written as MiniMax-M3;
+              nsa: with the code of this package in any case, so that transformers trains the index of MSA
     """
     folder = folder.absolute()
     check_new_folder(folder)
-    missing = stock.missing_settings(run.config, form)
+    stock_form = None if form == "nsa" else form
+    missing = stock.missing_settings(run.config, stock_form) if stock_form else []
     if missing and form == "vllm":
         raise ConfigError(f"{run.weights}: vLLM has no class for this model; it needs {'; '.join(missing)}")
+    stock_form = None if missing else stock_form
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         aside.mkdir(parents=True)
         tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len, run.chat_template)
-        if missing:
+        if stock_form is None:
             as_transformers_model(run, package).save_pretrained(aside, max_shard_size=LARGEST_SHARD)
         else:
-            _save_stock(run, aside, form)
+            _save_stock(run, aside, stock_form)
             tokenizer.padding_side = "right"  # blocks of MiniMax-M3 in transformers count from the first column
         tokenizer.save_pretrained(aside)
         GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **_special_tokens(run)).save_pretrained(aside)
-        (aside / "README.md").write_text(model_card(run, folder.name, package, None if missing else form))
+        (aside / "README.md").write_text(model_card(run, folder.name, package, stock_form))
         if folder.exists():
             folder.rmdir()
         aside.rename(folder)
@@ -63,15 +67,13 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
         raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return _notes(run, missing, form)
+    return _notes(run, missing, stock_form)
 
 
-def _notes(run: TrainedRun, missing: list[str], form: stock.Form) -> list[str]:
-    if missing:
-        return [
-            "for transformers with trust_remote_code=True, faster with the package nsa; the form that needs neither "
-            f"requires {'; '.join(missing)}"
-        ]
+def _notes(run: TrainedRun, missing: list[str], form: stock.Form | None) -> list[str]:
+    if form is None:
+        needed = f"; the form that needs neither requires {'; '.join(missing)}" if missing else ""
+        return [f"for transformers with trust_remote_code=True, faster with the package nsa{needed}"]
     notes = ["for transformers 5.12 and later, without the package nsa" if form == "hf" else "for vLLM and SGLang"]
     if sizes := stock.unusual_sizes(run.config):
         notes.append(

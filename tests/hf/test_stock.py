@@ -174,6 +174,21 @@ def test_another_model_needs_code_and_the_export_says_which_setting_is_why(tmp_p
     assert not (tmp_path / "vllm").exists()
 
 
+def test_a_model_of_the_form_is_exported_with_code_on_request(tmp_path):
+    """The class of this package trains the index of MSA, and packs documents."""
+    from transformers import AutoModelForCausalLM
+
+    run = make_run(tmp_path / "run", {}, {})
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "own"), "--for", "nsa"]
+    printed = CliRunner().invoke(app, command, catch_exceptions=False).output
+    assert printed.strip().endswith("\nfor transformers with trust_remote_code=True, faster with the package nsa")
+    assert "trust_remote_code=True" in (tmp_path / "own" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    tokens = torch.randint(0, 256, (1, 100))
+    torch.testing.assert_close(model(tokens).logits, run.model(tokens))
+    assert model.train()(tokens, labels=tokens).aux_loss > 0
+
+
 def test_rope_scaling_is_for_transformers_only(tmp_path, folders):
     with pytest.raises(ConfigError, match=r"vLLM has no class for this model; it needs model.rope_scaling=null"):
         export_model(load_run(folders[0] / "llama3"), tmp_path / "vllm", form="vllm")
