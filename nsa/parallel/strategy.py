@@ -61,7 +61,8 @@ def _sum(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     parts = bucket.gradients() if torch.are_deterministic_algorithms_enabled() else [whole]
     futures = [dist.all_reduce(part, async_op=True).get_future() for part in parts]
 
-    def finish(_: Any) -> Tensor:
+    def finish(last: torch.futures.Future[Any]) -> Tensor:
+        last.value()  # raises if another rank is lost
         for future in futures[:-1]:  # over gloo, the last one may end before others
             future.wait()
         return whole

@@ -1,5 +1,7 @@
 """How a process joins a run: its rank, its device, its strategy, and the loss of another rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from nsa.checkpoint.restore import read_state
 from nsa.config.schema import ParallelConfig
 from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.collectives import lost_rank
+from nsa.parallel.strategy import _sum
 from nsa.parallel.world import Launch, choose_strategy, pick_device, read_launch, start_world
 from tests.distributed.launching import run_ranks, write_config
 
@@ -58,6 +61,20 @@ def test_a_path_does_not_make_a_full_disk_a_lost_rank():
     for lost in ("[gloo/transport/tcp/pair.cc:533] Connection closed by peer", "NCCL error: remote process exited"):
         assert lost_rank(RuntimeError(lost), 0, 2) is not None
     assert lost_rank("[Errno 28] No space left on device: '/data/nccl_runs/a/.writing-step_00000002'", 0, 2) is None
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_gradients_that_another_rank_did_not_add_to_are_an_error(monkeypatch, lost):
+    """Else a step continues with the gradients of this rank alone."""
+    reductions = [torch.futures.Future(), torch.futures.Future()]
+    for place, reduction in enumerate(reductions):
+        reduction.set_exception(RuntimeError("gloo")) if place == lost else reduction.set_result([torch.ones(1)])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    works = iter(SimpleNamespace(get_future=lambda found=found: found) for found in reductions)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda part, async_op: next(works))
+    bucket = SimpleNamespace(buffer=lambda: torch.ones(2), gradients=lambda: [torch.ones(1), torch.ones(1)])
+    with pytest.raises(RuntimeError, match="gloo"):
+        _sum(None, bucket).wait()
 
 
 def test_fp16_parameters_of_fsdp_have_a_loss_scale(tmp_path):
