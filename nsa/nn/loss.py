@@ -114,7 +114,9 @@ class _ChunkedLoss(torch.autograd.Function):
             if dhidden is not None:
                 dhidden[rows] = grad @ weight
             if dweight is not None:
-                dweight += grad.T @ hidden
+                # The sum would overflow in fp16, whatever the loss scale. A power of two rounds nothing.
+                part = min(1.0, 64 / 2 ** len(hidden).bit_length())
+                dweight.add_(grad.T @ (hidden * part), alpha=1 / part)
             del logits, value, grad  # else they would exist beside those of the next chunk
         ctx.save_for_backward(dhidden, dweight)
         return total

@@ -149,6 +149,21 @@ def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):
     assert held[0] == held[1] < 4 * 64 * 512 * 4 + 3 * head.weight.nbytes
 
 
+def test_a_frequent_token_of_a_long_pass_does_not_overflow_in_fp16(monkeypatch):
+    """The loss scale cannot prevent it: the gradients of a chunk are computed before they are scaled."""
+    monkeypatch.setattr(losses, "LONG_PASS", 1)
+    head = nn.Linear(4, 8, bias=False)
+    hidden, targets = 64.0 + torch.randn(1, 2048, 4), torch.zeros(1, 2048, dtype=torch.int64)
+    gradients = []
+    for enabled in (False, True):
+        head.weight = nn.Parameter(torch.zeros(8, 4))
+        with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+            loss = next_token_loss(hidden, head, targets)
+        (loss / 2048).backward()
+        gradients.append(head.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=0.0)
+
+
 def test_hidden_activations_of_the_mlp_exist_for_one_chunk_at_a_time(monkeypatch):
     """The formulas of the workspaces, which do not depend on the length, against what is allocated."""
     monkeypatch.setattr(long_mlp, "CHUNK", 128)
