@@ -18,7 +18,7 @@ from nsa.ops import long_mlp
 from nsa.train import optimizer, train
 from tests.distributed.launching import free_port
 
-DEFAULTS = loss.LONG_PASS, loss.LOGITS_AT_ONCE, long_mlp.CHUNK
+DEFAULTS = loss.LONG_PASS, loss.LOGITS_AT_ONCE, loss.FEWEST_AT_ONCE, long_mlp.CHUNK
 
 
 def meeting_port(word: Path) -> str:
@@ -38,7 +38,8 @@ def main() -> None:
     for number, job in enumerate(jobs):
         if os.environ.get("WORLD_SIZE"):
             os.environ["MASTER_PORT"] = meeting_port(Path(f"{sys.argv[1]}.port{number}"))
-        loss.LONG_PASS, loss.LOGITS_AT_ONCE, long_mlp.CHUNK = (1, 5000, 48) if job.get("long") else DEFAULTS
+        sizes = (1, 5000, 1, 48) if job.get("long") else DEFAULTS
+        loss.LONG_PASS, loss.LOGITS_AT_ONCE, loss.FEWEST_AT_ONCE, long_mlp.CHUNK = sizes
         folder = Path(job["folder"])
         outcome = {"code": 0, "error": ""}
         try:
