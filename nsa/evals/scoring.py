@@ -77,7 +77,10 @@ def loss_by_position(
             )
         named(data.summary)
         found = data.validation.sequences.count
-        return _loss_of(run.model, data.validation, wanted if found is None else min(wanted, found))
+        buckets = _loss_of(run.model, data.validation, wanted if found is None else min(wanted, found))
+        if not buckets:
+            raise DataError("train.eval_sequences: no validation sequence has a token that counts; raise it")
+        return buckets
     finally:
         data.close()
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import nsa
 from nsa.cli.main import app
 from nsa.data.build import build_data
+from nsa.data.loader import Loader
 from nsa.data.prepare import prepare
 from nsa.data.recall import Prompts
 from nsa.data.sources.text import TextSource
@@ -224,6 +226,19 @@ def test_data_that_are_missing_are_not_blamed_on_a_length(folder, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=rf"^data\.paths: no such folder: shards; relative paths start at {tmp_path}$"):
         evaluate(folder, "data.source=prepared", "data.paths=[shards]", "--lengths", "256")
+
+
+def test_data_without_a_token_that_counts_are_an_error_of_the_data(folder, monkeypatch):
+    """As of a mixture whose conversations have their answers further back."""
+    real = Loader.batch
+
+    def without_targets(loader, *rows):
+        batch = real(loader, *rows)
+        return replace(batch, targets=torch.full_like(batch.targets, -100))
+
+    monkeypatch.setattr(Loader, "batch", without_targets)
+    with pytest.raises(DataError, match=r"train\.eval_sequences: no validation sequence has a token that counts"):
+        evaluate(folder, "--lengths", "256", "--samples", 1)
 
 
 def test_prepared_shards_are_compared_with_their_hashes_once(folder, tmp_path, monkeypatch):
