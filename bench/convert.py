@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
         wanted.remove("dense")
     if wanted:
         models = import_all(work, options)
-        with ThreadPoolExecutor(options.jobs) as pool:
+        with learning.row_pool(options.jobs) as pool:
             running = [pool.submit(convert, row, models, options) for row in wanted]
             failed += sum(record(finished.result(), results) for finished in as_completed(running))
     if failed:

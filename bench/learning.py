@@ -32,6 +32,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -274,6 +275,17 @@ def step_seconds(folder: Path) -> float | None:
     return round(median(found), 6) if found else None
 
 
+@contextmanager
+def row_pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that run rows. After an interrupt, rows that wait do not start."""
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
 def run(work: Path, options: argparse.Namespace) -> None:
     unknown = [row for row in options.rows.split(",") if row not in ROWS]
     if unknown:
@@ -290,7 +302,7 @@ def run(work: Path, options: argparse.Namespace) -> None:
         if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, corpus, given) not in done
     ]
     failed = 0
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with row_pool(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
         for finished in as_completed(running):
             result = finished.result()

@@ -1,6 +1,9 @@
 """`python -m bench.learning`: its rows are runs that can start, its results can be shown."""
 
 import json
+import os
+import signal
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -139,6 +142,23 @@ def test_further_overrides_and_sizes_make_a_run_of_their_own(given, tmp_path, co
 def test_rows_that_share_a_gpu_train_without_cuda_graphs(jobs, tmp_path, commands):
     main(["run", str(tmp_path), "--rows", "nsa", "--jobs", jobs, "--results", str(tmp_path / "r"), "--allow-dirty"])
     assert ("runtime.cuda_graphs=false" in commands[0]) == (jobs == "2")
+
+
+def test_an_interrupt_ends_the_study_and_starts_no_further_row(tmp_path, commands, monkeypatch):
+    started, results = [], tmp_path / "results.jsonl"
+
+    def train(arguments, log):
+        started.append(arguments)
+        time.sleep(0.1)  # until the other rows wait
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # as `nsa train` saves a checkpoint
+        return 130
+
+    monkeypatch.setattr(learning, "run_logged", train)
+    with pytest.raises(KeyboardInterrupt):
+        main(["run", str(tmp_path), "--rows", "dense,nsa,msa", "--results", str(results), "--allow-dirty"])
+    assert len(started) == 1
+    assert read_results(results) == []
 
 
 def test_a_row_that_failed_has_no_loss_and_is_not_shown(tmp_path, commands, capsys):
