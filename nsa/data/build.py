@@ -176,11 +176,13 @@ class _Builder:
                 f"data.document_tokens: {longest} tokens are too few for data.task={source.task}; "
                 f"choose at least {SHORTEST}"
             )
-        make = partial(RecallSequences, self.tokenizer, seq_len, longest, parts=TASKS.get(source.task, Parts))
+        parts = TASKS.get(source.task, Parts)
+        make = partial(RecallSequences, self.tokenizer, seq_len, longest, parts=parts)
         held_out = partial(make, _VALIDATION_SEED, validation=True)
         task = "" if source.task == "pairs" else f" {source.task}"
         summary = f"recall: endless generated{task} documents of up to {longest:,} tokens"
-        return self._data(partial(make, self.train.seed), held_out, summary, f"recall 5 {longest}{task}")
+        identity = f"recall {parts.version} {longest}{task}"
+        return self._data(partial(make, self.train.seed), held_out, summary, identity)
 
     def _corpus(self, source: SourceConfig, folder: Path | None) -> Data:
         cache = _made(folder) / CORPUS_INDEX if folder else None

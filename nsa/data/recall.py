@@ -66,6 +66,7 @@ class Parts:
     second token would be a different task: to choose among the numbers that begin with 8."""
 
     task = "pairs"
+    version = 5  # of its training documents
     purpose = 0  # a part of the random key
     num_drawn = staticmethod(num_drawn)
     signs: Sequence[str] = ()

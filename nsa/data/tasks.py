@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nsa.data import recall
-from nsa.data.recall import NUM_KEYS, PROMPTS, Numbers, Parts, Prompt, Uniform, scaled, uniform
+from nsa.data.recall import NUM_KEYS, PROMPTS, Numbers, Parts, Prompt, Uniform, uniform
 from nsa.data.tokenizers import TokenArray, Tokenizer
 
 
@@ -57,17 +57,19 @@ class Task(Parts):
 
 
 class Tracking(Task):
-    task, purpose, signs = "tracking", 1, "="
+    task, version, purpose, signs = "tracking", 6, 1, "="
     levels, unit = (1, 2, 3, 4), "copies"
 
     def most_tokens(self, level: int) -> int:
         return 2 * self.longest_pair + level * (2 * self.longest_word + int(self.lengths[-1]))
 
     def training(self, length: int, draw: Uniform) -> tuple[Numbers, Numbers]:
-        """Some chains have no copy: a model learns to recall pairs first."""
+        """All chains have the same number of copies, as in a prompt. Without copies, a model learns to recall pairs
+        first."""
         longest = max((level for level in self.levels if self.most_tokens(level) <= length), default=0)
-        chains = int((1 + self._most_chains(longest, length)) ** draw[0] ** 0.5)
-        return self._draw(scaled(draw[1 : 1 + chains], longest + 1), draw[NUM_KEYS:])
+        copies = int(draw[1] * (longest + 1))
+        chains = int((1 + self._most_chains(copies, length)) ** draw[0] ** 0.5)
+        return self._draw(np.full(chains, copies), draw[NUM_KEYS:])
 
     def prompt(self, length: int, level: int, draw: Uniform) -> tuple[Numbers, Numbers]:
         """As many chains as fill half of the prompt."""

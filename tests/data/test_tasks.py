@@ -9,7 +9,8 @@ import pytest
 from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.recall import RAMP, WORDS, RecallSequences
-from nsa.data.tasks import TASKS, TaskPrompts
+from nsa.data.sequences import random_bits
+from nsa.data.tasks import TASKS, TaskPrompts, Tracking
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError
 from tests.data.test_recall import make_tokenizers
@@ -72,6 +73,20 @@ def test_every_question_of_tracking_asks_for_the_end_of_a_chain(name, tokenizers
     assert min(lengths.values()) > 20
     assert min(chains) == 1
     assert max(chains) > 4
+
+
+@pytest.mark.parametrize("length", [256, 2048])
+def test_tracking_is_trained_with_the_chains_that_prompts_have(length):
+    tracking, trained = Tracking(ByteTokenizer()), Counter()
+    for number in range(200):
+        draw = random_bits(Tracking.num_drawn(length - 1), 0, number) / 2**64
+        _, copies, _, asked = follow(bytes(tracking.document(length - 1, draw).tolist()).decode())
+        assert len({copies[word] for word in asked}) == 1
+        trained[copies[asked[0]]] = max(trained[copies[asked[0]]], len(asked))
+    prompts = TaskPrompts(ByteTokenizer(), "tracking", length, length)
+    for number, level in enumerate(prompts.levels):
+        prompt = bytes(prompts.make([number], number).tokens.tolist()[1:]).decode()
+        assert trained[level] >= 1 + max(follow(prompt)[2].values())
 
 
 @pytest.mark.parametrize("name", ["bytes", "bpe"])
