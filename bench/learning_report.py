@@ -35,10 +35,10 @@ def show(results: Path, by: str | None) -> None:
 
     table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "rate", "val loss", "against dense")
     found = [r for r in read_results(results) if r["exit_code"] == 0]
-    dense = {compared_with(r): r["val_loss"] for r in found if r["row"] == "dense"}
+    losses = {(r["row"], compared_with(r)): r["val_loss"] for r in found}
     for r in found:
         row, tokenizer, seq_len, tokens, seed, lr, *_ = key_of(r)
-        base = dense.get(compared_with(r))
+        base = losses.get(("dense-muon" if row.endswith("-muon") else "dense", compared_with(r)))
         cells = (tokenizer, str(seq_len), f"{tokens / 1e6:.0f}M", str(seed), f"{lr:g}", f"{r['val_loss']:.4f}")
         table.add_row(row, escape(r["changes"]), *cells, f"{r['val_loss'] / base - 1:+.2%}" if base else "-")
     console = Console(width=140)

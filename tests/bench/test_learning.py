@@ -259,6 +259,7 @@ def test_rows_are_compared_with_dense_rows_of_the_same_seeds_and_overrides(studi
     losses = [("dense", 0, 0.5, "", 4.0), ("dense", 1, 0.5, "", 5.0), ("nsa", 1, 0.5, "", 4.5)]
     losses += [("dense", 0, 0.5, "train.weight_decay=0", 3.0), ("nsa", 0, 0.5, "train.weight_decay=0", 3.3)]
     losses += [("nsa", 1, 0.5, "nsa.window=64 checkpoint.every=9", 5.5)]
+    losses += [("dense-muon", 1, 0.5, "", 2.0), ("nsa-muon", 1, 0.5, "", 2.5)]
     results = studied(*losses)
     main(["show", "--results", str(results), "--by", "rate"])
     shown = capsys.readouterr().out
@@ -274,6 +275,7 @@ def test_rows_are_compared_with_dense_rows_of_the_same_seeds_and_overrides(studi
     shown = capsys.readouterr().out
     assert "-10.00%" in shown
     assert shown.count("+10.00%") == 2
+    assert "+25.00%" in shown, "with the same optimizer"
 
 
 def test_the_lines_of_a_figure_can_be_told_apart(studied, monkeypatch, tmp_path):
