@@ -6,7 +6,6 @@ Legend: B batch, S tokens, C channels.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
@@ -44,16 +43,22 @@ class SwiGLU(nn.Module):
         return f"activation={self.activation}"
 
 
+def call(recompute: Callable[..., Any] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Any:
+    return module(x_BSC, **settings) if recompute is None else recompute(module, x_BSC, **settings)
+
+
 class DecoderBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     recompute          None keeps all activations for backward. Otherwise `recompute(function, *args, **options)` calls
                        the function, and again in backward. A long pass then runs the MLP in chunks
     recomputes_parts   recompute attention and MLP separately instead of the whole block
+    call_attention     calls the attention layer; torch.compile of divided sequences replaces it
     """
 
     recompute: Callable[..., Any] | None = None
     recomputes_parts = False
+    call_attention: Callable[..., Any] = staticmethod(call)
 
     def __init__(self, dim: int, attention: nn.Module, mlp: nn.Module, norm_eps: float):
         super().__init__()
@@ -105,8 +110,7 @@ class DecoderBlock(nn.Module):
             normed_BSC = self.attention_norm(x_BSC)
             if in_chunks:  # else autocast casts it for every projection, and backward keeps all casts
                 normed_BSC = normed_BSC.to(compute_dtype(normed_BSC))
-            attend = _uncompiled if getattr(self.attention, "context", None) is not None else _call
-            attention_BSC = attend(self._recomputed_part(), self.attention, normed_BSC, **settings)
+            attention_BSC = self.call_attention(self._recomputed_part(), self.attention, normed_BSC, **settings)
             if counted is not None:
                 attention_BSC, *index_loss = attention_BSC
             attended_BSC = x_BSC + attention_BSC
@@ -115,7 +119,7 @@ class DecoderBlock(nn.Module):
             if in_chunks:
                 y_BSC = attended_BSC + self._chunked_mlp(attended_BSC)
             else:
-                y_BSC = attended_BSC + _call(self._recomputed_part(), self.mlp, self.mlp_norm(attended_BSC))
+                y_BSC = attended_BSC + call(self._recomputed_part(), self.mlp, self.mlp_norm(attended_BSC))
         return y_BSC if counted is None else (y_BSC, *index_loss)
 
     def _recomputed_part(self) -> Callable[..., Any] | None:
@@ -141,16 +145,8 @@ class DecoderBlock(nn.Module):
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
         if type(mlp) is not SwiGLU or not is_ours or has_hooks(mlp) or has_hooks(norm):
-            y_BSC: Tensor = _call(self._recomputed_part(), mlp, norm(x_BSC))
+            y_BSC: Tensor = call(self._recomputed_part(), mlp, norm(x_BSC))
             return y_BSC
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
         return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)  # type: ignore[no-any-return]
-
-
-def _call(recompute: Callable[..., Any] | None, module: nn.Module, x_BSC: Tensor, **settings: Any) -> Any:
-    return module(x_BSC, **settings) if recompute is None else recompute(module, x_BSC, **settings)
-
-
-# For a layer that exchanges keys and values with other ranks, where torch.compile would break the graph.
-_uncompiled = torch.compiler.disable(_call)

@@ -30,6 +30,8 @@ _SDPA_BACKENDS = [
 @contextmanager
 def numerics(runtime: RuntimeConfig) -> Iterator[None]:
     """Inside, PyTorch computes as in a fresh process with this configuration."""
+    if runtime.compile:
+        use_compile_cache()  # first: PyTorch chooses its own folder as soon as something imports its compiler
     with ExitStack() as restored:
         for get, set_to, value in _switches(runtime):
             restored.callback(set_to, get())
@@ -38,7 +40,6 @@ def numerics(runtime: RuntimeConfig) -> Iterator[None]:
         if runtime.deterministic:  # cuBLAS reads it before its first use
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if runtime.compile:
-            use_compile_cache()
             torch.compiler.reset()  # else the shapes compiled before affect this compilation
         yield
 

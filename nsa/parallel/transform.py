@@ -29,7 +29,7 @@ import nsa.ops.mixing  # noqa: F401  (registers torch.ops.nsa)
 from nsa.config.schema import Config
 from nsa.errors import ConfigError
 from nsa.nn.attention import Attention, attention_layers
-from nsa.nn.block import DecoderBlock
+from nsa.nn.block import DecoderBlock, call
 from nsa.ops.selection_cache import SelectionCache
 from nsa.parallel.context import Context
 from nsa.parallel.float8 import convert_to_float8
@@ -102,7 +102,10 @@ def recompute(model: nn.Module, granularity: Granularity, *, compiled: bool = Fa
 def compile_blocks(model: nn.Module, *, inside_recompute: bool = False) -> nn.Module:
     """Compiles every decoder block including its recomputation, or only the part inside it with `inside_recompute`.
     Hooks that a strategy registers on a block are not compiled."""
+    # Attention exchanges keys and values with other ranks, which would break the graph.
+    uncompiled = torch.compiler.disable(call) if inside_recompute else call
     for block in _blocks(model):
+        block.call_attention = uncompiled
         if inside_recompute:
             block.compute = torch.compile(block.compute)  # type: ignore[method-assign]
         else:

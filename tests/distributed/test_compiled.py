@@ -1,6 +1,8 @@
 """torch.compile of every block, under every strategy and with checkpointing, gives the run that is not compiled."""
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from nsa.parallel.context import Context
 from nsa.parallel.numerics import numerics
 from nsa.train import train
 from tests.checkpoint.helpers import small
+from tests.distributed.launching import ROOT
 from tests.distributed.test_same_numbers import SHORT, assert_same, recompute, strategy, train_all, tree
 
 COMPILED = {"runtime": {"compile": True}}
@@ -119,6 +122,18 @@ def test_equal_layers_are_compiled_once_and_a_second_start_finds_them_in_the_cac
         found.append((counters["frames"]["total"], counters["aot_autograd"]["autograd_cache_hit"], compiled))
     assert found == [(1, 0, {"fxgraph_cache_miss": 2}), (1, 1, {"fxgraph_cache_hit": 2})]  # forward and backward
     assert any(no_cache_folder.rglob("*.py"))
+
+
+def test_a_start_names_the_cache_folder_before_pytorch_chooses_one(no_cache_folder):
+    """PyTorch does when its compiler is imported, as deterministic mode does."""
+    script = (
+        "import os, nsa.train; from nsa.config import load_config; from nsa.parallel.numerics import numerics\n"
+        "assert 'TORCHINDUCTOR_CACHE_DIR' not in os.environ, 'by an import'\n"
+        "config = load_config('m7c_125m', ['runtime.compile=true', 'runtime.deterministic=true'])\n"
+        "with numerics(config.runtime): print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{no_cache_folder}\n", done.stderr
 
 
 def test_the_compile_cache_drops_the_files_unused_for_longest(no_cache_folder, monkeypatch):
