@@ -1,11 +1,14 @@
 """torch.compile of every block, under every strategy and with checkpointing, gives the run that is not compiled."""
 
+import errno
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,6 +164,22 @@ def test_the_compile_cache_drops_a_kernel_as_a_whole(no_cache_folder, monkeypatc
     assert {path.parent.name for path in no_cache_folder.rglob("kernel.*")} == {"x"}
 
 
+def test_the_compile_cache_drops_what_a_power_failure_left_empty(no_cache_folder):
+    """PyTorch keeps such a file, and every start of the configuration would fail."""
+    long_ago, now = 1.0, time.time()
+    for name, size, changed in (
+        *(("a/graph.py", 0, long_ago), ("a/other.py", 9, now), ("b/graph.py", 9, long_ago)),
+        *(("c/writing.py", 0, now), ("locks/graph.lock", 0, long_ago)),
+    ):
+        path = no_cache_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+        os.utime(path, (changed, changed))
+    compile_cache.use_compile_cache()
+    left = sorted(str(path.relative_to(no_cache_folder)) for path in no_cache_folder.rglob("*.*"))
+    assert left == ["b/graph.py", "c/writing.py", "locks/graph.lock"]
+
+
 @pytest.mark.parametrize("fails", ["lstat", "unlink"])
 def test_files_of_the_compile_cache_that_vanish_or_stay_do_not_stop_a_run(no_cache_folder, monkeypatch, fails):
     monkeypatch.setattr(compile_cache, "MAX_BYTES", 50)
@@ -178,13 +197,17 @@ def test_files_of_the_compile_cache_that_vanish_or_stay_do_not_stop_a_run(no_cac
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(no_cache_folder)
 
 
-@pytest.mark.parametrize("case", ["chosen by the user", "a file is in the way"])
+@pytest.mark.parametrize("case", ["chosen by the user", "a file is in the way", "no room", "read-only"])
 def test_the_compile_cache_stays_where_it_must(no_cache_folder, monkeypatch, case):
     if case == "chosen by the user":
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    else:
+    elif case == "a file is in the way":
         no_cache_folder.parent.write_text("")
+    else:
+        number = errno.EDQUOT if case == "no room" else errno.EROFS
+        monkeypatch.setattr(compile_cache, "TemporaryFile", Mock(side_effect=OSError(number, os.strerror(number))))
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     compile_cache.use_compile_cache()
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
-    assert not no_cache_folder.exists()
+    assert "TRITON_CACHE_DIR" not in os.environ
+    assert not list(no_cache_folder.rglob("*"))
