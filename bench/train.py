@@ -1,12 +1,12 @@
-"""Training speed of a shipped model with NSA against its dense twin: `python -m bench.train` on a CUDA GPU.
+"""Training speed of a shipped model against its dense twin: `python -m bench.train` on a CUDA GPU.
 
     python -m bench.train                                                       # the 125M model
     python -m bench.train --config llama_1b --lengths 8192,32768 --compile yes  # the 1B model
 
-Both train in one run on the same synthetic tokens with the trainer's own step: forward, backward, clipping, fused
-AdamW, bf16, with and without CUDA graphs, in one process. One forward and backward pass is 32,768 tokens, or one
-sequence where that is longer; a step is one pass, or `--passes` of them. TFLOP/s are the estimate that `nsa train`
-prints (nsa/nn/flops.py) divided by the step time.
+Both train in one run on random tokens of the configuration's vocabulary with the trainer's own step: forward, backward,
+clipping, fused AdamW, bf16, with and without CUDA graphs, in one process. One forward and backward pass is 32,768
+tokens, or one sequence where that is longer; a step is one pass, or `--passes` of them. TFLOP/s are the estimate that
+`nsa train` prints (nsa/nn/flops.py) divided by the step time.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.output import Results, add_dirty_option
+from nsa.checks.memory_estimate import vocabulary_size
 from nsa.config import Config, load_config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import ByteTokenizer
@@ -35,6 +36,7 @@ from nsa.train.step import train_step
 PASS_TOKENS = 32_768
 CHECKPOINTED_FROM = 131_072
 PEAK_TFLOPS = 989.0  # of an H200 in bf16 without sparsity
+OWN = "configured"
 CHOICES = {"no": [False], "yes": [True], "both": [False, True]}
 
 
@@ -47,7 +49,7 @@ def measure(
     config = load_config(
         options.config,
         [
-            f"model.attention={attention}",
+            *([] if attention == OWN else [f"model.attention={attention}"]),
             f"train.seq_len={seq_len}",
             f"train.batch_size={batch_size * options.passes}",
             f"train.micro_batch={batch_size}",
@@ -59,6 +61,8 @@ def measure(
             *options.override,
         ],
     )
+    vocabulary = vocabulary_size(config)  # without the tokenizer, which may be a download
+    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})})
     with numerics(config.runtime):
         return _measure(config, options.steps, options.passes, packed)
 
@@ -68,11 +72,11 @@ def _measure(config: Config, steps: int, passes: int, packed: bool) -> dict[str,
     torch.cuda.reset_peak_memory_stats()
     state = build_state(config, ByteTokenizer())
     state.graphs = plan_graphs(config, state.world, batch_size)
-    tokens = torch.randint(0, 256, (batch_size, seq_len + 1), device="cuda")
+    tokens = torch.randint(0, state.model.vocab_size, (batch_size, seq_len + 1), device=state.device)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
     if packed:
         borders = torch.nn.functional.pad(batch_documents(batch_size, seq_len, packed).cumsum(0), (1, 0))
-        borders = borders.to("cuda", torch.int32)
+        borders = borders.to(state.device, torch.int32)
         batch = Batch(batch.inputs.view(1, -1), batch.targets.view(1, -1), borders, seq_len)
         batch = batch.padded(state.graphs.borders)
     targets = batch.targets.numel() * passes
@@ -89,7 +93,7 @@ def _measure(config: Config, steps: int, passes: int, packed: bool) -> dict[str,
     operations = passes * sum(n * flops_per_token(state.model, n).sparse for n in documents)
     result = {
         "parameters": state.model.num_parameters(),
-        "attention": config.model.attention,
+        "attention": "+".join(dict.fromkeys(config.model.layer_kinds())),
         "seq_len": seq_len,
         "batch_size": batch_size,
         "passes": passes,
@@ -125,7 +129,7 @@ def main() -> int:
     parser.add_argument("--lengths", default="2048,8192,32768,65536,131072")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--compile", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--attention", default="nsa,dense")
+    parser.add_argument("--attention", default=f"{OWN},dense", help=f"{OWN}: the layers of the configuration")
     parser.add_argument("--packed", choices=["no", "yes", "both"], default="no", help="documents in each sequence")
     parser.add_argument("--graphs", choices=["no", "yes", "both"], default="yes", help="CUDA graphs")
     parser.add_argument("--pass-tokens", type=int, default=PASS_TOKENS)

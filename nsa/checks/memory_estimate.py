@@ -154,7 +154,7 @@ class Planner:
         self._shards = nproc if self.strategy == "fsdp" else 1
         wanted = config.parallel.fsdp.param_dtype if self.strategy == "fsdp" else "fp32"
         self.param_dtype = DTYPES[self.precision if wanted == "auto" else wanted]  # in forward and backward
-        self._vocab_size = _vocab_size(config)
+        self._vocab_size = vocabulary_size(config)
         with torch.device("meta"):
             self._model = build_model(config, self._vocab_size, seed=0)
         for _, layer in attention_layers(self._model):
@@ -341,7 +341,8 @@ def _peak_gib(parts: dict[str, float], compiled_share: float = 1.0) -> float:
     return (sum(parts.values()) - (1 - compiled_share) * (parts["activations"] + parts["temporaries"])) / GIB
 
 
-def _vocab_size(config: Config) -> int:
+def vocabulary_size(config: Config) -> int:
+    """The vocabulary size of a configuration, without a download."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     # The size of GPT-2's vocabulary is known without a download.
