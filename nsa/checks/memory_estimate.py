@@ -6,7 +6,6 @@ reports it, of a model that is not compiled. The savings of torch.compile are no
 measured range.
 """
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,11 +19,11 @@ from nsa.config import Config
 from nsa.config.schema import COMPILED_IN_PARTS
 from nsa.data.tokenizers import tokenizer_for
 from nsa.errors import ConfigError
-from nsa.nn.attention import attention_layers, sample_layers
+from nsa.nn.attention import attention_layers
 from nsa.nn.cache import LONGEST, KVCache
-from nsa.nn.loss import LONG_PASS, MANY_LOGITS, logits_at_once
+from nsa.nn.loss import LONG_PASS, logits_at_once
 from nsa.nn.model import build_model
-from nsa.parallel.context import data_ranks, padded_length
+from nsa.parallel.context import data_ranks
 from nsa.parallel.numerics import DTYPES
 from nsa.parallel.strategy import effective
 from nsa.parallel.transform import Granularity
@@ -48,11 +47,11 @@ FLOAT8_COMPILED_SHARES = {"none": (0.57, 0.60)}
 CONTEXT_GIB, GAPS = 1.0, 0.05
 # GiB that PyTorch reports for each card.
 CARDS = {"24gb": 23.5, "a100-40gb": 39.4, "l40s": 44.4, "a100-80gb": 79.1, "h100": 79.1, "h200": 139.8, "b200": 178.3}
+MAX_GIB = 1024.0  # of a card; more is probably a number of MiB
 COMMON_CARDS = ("24gb", "a100-40gb", "a100-80gb", "h200")
 GPT2_VOCABULARY = 50_257
 
 _FLOAT32 = 4  # bytes of each weight, gradient and AdamW moment
-_MOST_SEQUENCES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def find_card(text: str) -> Card:
         gib = float(wanted.removesuffix("gib").removesuffix("gb"))
     except ValueError:
         gib = 0.0
-    if not 0.0 < gib < float("inf"):
+    if not 0.0 < gib < MAX_GIB:
         raise ConfigError(f"--card: unknown card {text!r}; use {', '.join(CARDS)}, or GiB such as 40")
     return Card(f"{gib:g} GiB", gib)
 
@@ -136,11 +135,7 @@ def present_card() -> Card | None:
 
 
 class Planner:
-    """Estimates the memory of one configuration for any micro-batch and granularity of checkpointing.
-
-    The configured micro-batch is traced. For another size, each phase of the pass is interpolated linearly between that
-    trace and one of four times the micro-batch, as far as both split their work into chunks in the same way.
-    """
+    """Estimates the memory of one configuration for any micro-batch and granularity of checkpointing."""
 
     def __init__(self, config: Config, nproc: int = 1):
         if nproc < 1:
@@ -176,11 +171,7 @@ class Planner:
     def estimate(self, micro_batch: int | None = None, checkpointing: Granularity | None = None) -> Estimate:
         size = micro_batch or self.micro_batch
         granularity = checkpointing or self.config.runtime.gradient_checkpointing
-        near, far = self._traced_sizes(size) if size != self.micro_batch else (size, size)
-        phases = self._trace(granularity, near)
-        if near < far:
-            larger, along = self._trace(granularity, far), (size - near) / (far - near)
-            phases = {name: here.plus(larger[name].plus(here, -1), along) for name, here in phases.items()}
+        phases = self._trace(granularity, size)
         found = {name: self._parts(moment, size < self.share) for name, moment in phases.items()}
         found["optimizer step"] = self._step_parts(size < self.share)
         highest = max(found, key=lambda name: _peak_gib(found[name]))
@@ -220,13 +211,23 @@ class Planner:
     def fit(self, card: Card) -> tuple[int, int]:
         """Returns the largest micro-batch that fits a card, and the largest that also divides the sequences of a rank
         in a step; 0 if no sequence fits."""
-        most = self.micro_batch  # doubled until it does not fit: tracing a pass far larger than the card is slow
-        while most < _MOST_SEQUENCES and self.estimate(most).needed_gib <= card.gib:
-            most *= 2
-        sizes = range(1, most + 1)
-        largest = bisect_right(sizes, card.gib, key=lambda size: self.estimate(size).needed_gib)
+
+        def excess(size: int) -> float:
+            return self.estimate(size).needed_gib - card.gib
+
+        if excess(1) > 0:
+            return 0, 0
+        largest, larger = 1, max(2, self.micro_batch)  # the first fits, the second may fit
+        while (fits := excess(larger) <= 0) or larger - largest > 1:
+            rise = max(1e-9, excess(larger) - excess(largest))
+            reached = largest + int((larger - largest) * -excess(largest) / rise)  # if memory grows linearly
+            if fits:  # tracing a pass far larger than the card is slow
+                largest, larger = larger, min(8 * larger, max(larger, reached) + 1)
+            else:
+                size = min(max(largest + 1, reached), larger - 1)
+                largest, larger = (size, larger) if excess(size) <= 0 else (largest, size)
         divisors = (n for n in range(self.share, 0, -1) if self.share % n == 0)
-        return largest, next((n for n in divisors if n <= largest and self.estimate(n).needed_gib <= card.gib), 0)
+        return largest, next(n for n in divisors if n <= largest and excess(n) <= 0)
 
     def advice(self, card: Card) -> list[str]:
         """Returns settings, each sufficient alone, with which the configuration fits the card; empty if it fits."""
@@ -250,25 +251,6 @@ class Planner:
                 return [f"a larger card, more GPUs with parallel.strategy=fsdp, or a shorter train.seq_len: {needed}"]
             fitting = {setting: smallest}
         return [f"{setting} ({found.planned_gib:.1f} GiB)" for setting, found in fitting.items()]
-
-    def _traced_sizes(self, size: int) -> tuple[int, int]:
-        """Returns two micro-batches for a linear interpolation to `size`: no border separates them from `size`."""
-        least = max([1, *(border for border in self._borders if border <= size)])
-        most = min((border - 1 for border in self._borders if border > size), default=_MOST_SEQUENCES)
-        near = min(max(self.micro_batch, least), most)
-        far = min(4 * near, most)
-        return (near, far) if near < far else (max(least, far // 4), far)
-
-    @cached_property
-    def _borders(self) -> list[int]:
-        """The micro-batches at which passes start to compute in chunks, and the borders that attention layers give."""
-        length = padded_length(self.config.train.seq_len, self.config.parallel.context)
-        tokens = length // self.config.parallel.context  # of a rank: its queries; every rank has all keys and values
-        borders = {-(-LONG_PASS // tokens), -(-MANY_LOGITS // (tokens * self._vocab_size))}
-        packed, dtype = self.config.data.isolate_documents, DTYPES[self.precision]
-        for layer in sample_layers(self.config).values():
-            borders.update(layer.memory_borders(tokens, length, dtype, packed=packed, most=_MOST_SEQUENCES))
-        return sorted(borders)
 
     def _trace(self, granularity: Granularity, micro_batch: int) -> dict[str, Moment]:
         key = granularity, micro_batch

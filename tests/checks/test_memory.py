@@ -207,40 +207,12 @@ def test_a_pattern_needs_what_its_layers_need():
     assert mixed == pytest.approx((sparse + dense) / 2, rel=0.03)
 
 
-def test_other_micro_batches_are_interpolated_from_two_traces():
+def test_another_micro_batch_needs_what_a_configuration_with_it_needs():
     settings = ("model.n_layers=1", "train.batch_size=32")
     planner = Planner(config_of(PRODUCTION, *settings, "train.micro_batch=2"))
     for micro_batch in (1, 16):
         direct = estimate(config_of(PRODUCTION, *settings, f"train.micro_batch={micro_batch}"))
-        assert planner.estimate(micro_batch).peak_gib == pytest.approx(direct.peak_gib, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("configured", "sizes"), [(1, (2, 5)), pytest.param(4, (2, 3, 5), marks=pytest.mark.long)], ids=["short", "long"]
-)
-def test_other_micro_batches_are_interpolated_on_their_side_of_the_limit_of_long_passes(configured, sizes):
-    """Three sequences of 65,536 tokens are a short pass, four and five a long one, with parts of selected attention in
-    two stretches."""
-    settings = [*SMALL, "train.batch_size=60"]
-    planner = Planner(config_of("long_64k", *settings, f"train.micro_batch={configured}"))
-    for micro_batch in sizes:
-        direct = estimate(config_of("long_64k", *settings, f"train.micro_batch={micro_batch}"))
-        assert planner.estimate(micro_batch).peak_gib == pytest.approx(direct.peak_gib, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("settings", "nproc", "border"),
-    [
-        (["train.seq_len=8192", "model.vocab_size=128256"], 1, 3),  # whose logits are more than 2^31
-        (["train.seq_len=262144", "parallel.context=8", "parallel.strategy=ddp"], 8, 8),  # 32,768 tokens a rank
-        (["train.seq_len=262144", "data.isolate_documents=false"], 1, 2),  # cuDNN takes one
-    ],
-    ids=["logits", "shared sequences", "one sequence"],
-)
-def test_traces_lie_on_the_side_of_the_border_where_the_micro_batch_lies(settings, nproc, border):
-    planner = Planner(config_of(BASE, *settings, "train.batch_size=4", "train.micro_batch=4"), nproc)
-    for size in (1, border - 1, border, 4 * border):
-        assert {traced >= border for traced in planner._traced_sizes(size)} == {size >= border}
+        assert planner.estimate(micro_batch) == direct
 
 
 def test_nothing_of_the_model_is_allocated():

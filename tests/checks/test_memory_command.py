@@ -25,7 +25,7 @@ def _each_pass_is_traced_once():
 def test_cards_by_name_and_by_size():
     assert find_card("A100-80GB").gib == CARDS["a100-80gb"]
     assert find_card("40").gib == find_card("40 GiB".replace(" ", "")).gib == 40.0
-    for text in ("a101", "0", "-3", "nan", "inf", ""):
+    for text in ("81920", "a101", "0", "-3", "nan", "inf", ""):
         with pytest.raises(ConfigError, match="--card"):
             find_card(text)
 

@@ -5,7 +5,6 @@ Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -18,10 +17,8 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
-from nsa.ops import dispatch
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend
-from nsa.ops.spec import SelectionSpec
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
     from nsa.config.architecture import Architecture
@@ -96,7 +93,6 @@ class Attention(nn.Module):
                            layer with "mass" may report nothing in some passes
         saved_operators    operators whose results selective recomputation keeps
         fixed_operators    operators whose results every recomputation keeps: a second call might differ
-        memory_borders     micro-batches at which the memory of a pass stops growing linearly
         operator_cases     operators with inputs, for a check of their kernels
         dense_targets      parameters that replace those of a dense layer
         start_from_dense   initialises the other parameters so that the layer starts close to the dense one
@@ -267,26 +263,6 @@ class Attention(nn.Module):
 
     def fixed_operators(self) -> list[Any]:
         return []
-
-    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """Micro-batches up to `most`, for sequences of `keys` tokens of which a rank has `queries`."""
-        return []
-
-    def _stretch_borders(
-        self, queries: int, keys: int, dtype: torch.dtype, spec: SelectionSpec, most: int
-    ) -> list[int]:
-        """From some micro-batch on, selected attention processes the queries in two, three and four stretches; further
-        stretches change little."""
-        if dispatch.triton_missing() is not None:
-            return []
-        shapes = [(queries, self.num_heads, self.head_dim_k), (keys, self.num_kv_heads, self.head_dim_k)]
-        shapes += [(keys, self.num_kv_heads, self.head_dim_v), (queries, self.num_kv_heads, spec.num_selected)]
-
-        def stretches(size: int) -> int:
-            tensors = (torch.empty(size, *shape, dtype=dtype, device="meta") for shape in shapes)
-            return int(dispatch.kernels_for("sel").num_stretches(*tensors, spec.sel_block))
-
-        return [1 + bisect_right(range(1, most + 1), few, key=stretches) for few in (1, 2, 3)]
 
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool

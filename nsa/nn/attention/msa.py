@@ -233,10 +233,6 @@ class MSAAttention(DenseAttention):
     def fixed_operators(self) -> list[Any]:
         return [torch.ops.nsa.index_blocks.default]
 
-    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """Those of selected attention."""
-        return self._stretch_borders(queries, keys, dtype, self.spec, most)
-
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
     ) -> list[OperatorCase]:

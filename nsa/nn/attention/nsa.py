@@ -218,12 +218,6 @@ class NSAAttention(Attention):
     def fixed_operators(self) -> list[Any]:
         return [torch.ops.nsa.select_blocks.default]
 
-    def memory_borders(self, queries: int, keys: int, dtype: torch.dtype, *, packed: bool, most: int) -> list[int]:
-        """Those of selected attention. A single sequence may need other memory than several, since cuDNN computes it
-        (`nsa.ops.triton.compressed`)."""
-        borders = self._stretch_borders(queries, keys, dtype, self.spec, most)
-        return borders if packed or not borders else [2, *borders]
-
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
     ) -> list[OperatorCase]:

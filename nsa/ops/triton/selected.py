@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.ops.triton import launch_table, selected_backward, selected_parts
 from nsa.ops.triton.flash_kernels import load_tile, store_rows
-from nsa.ops.triton.launch_table import Launch, LaunchTable, card_of, cdiv, head_class, launch_on, unit_last
+from nsa.ops.triton.launch_table import Launch, LaunchTable, card_of, head_class, launch_on, unit_last
 from nsa.ops.triton.selected_lists import number_blocks
 from nsa.ops.triton.selected_tiles import (
     KEY_MASK,
@@ -89,12 +89,6 @@ def forward(
             assert lists.take is not None
             selected_parts.attend_parts(tensors, indices, blocks, lists.take, lists.queries, parts, scale)
     return o, lse
-
-
-def num_stretches(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int) -> int:
-    """The number of stretches of queries that `forward` processes in turn: one more makes its workspace smaller."""
-    is_by_parts = default_params(q, k, v, block, indices.shape[3]).method == "parts"
-    return cdiv(q.shape[1], selected_parts.queries_at_once(q, v, indices)) if is_by_parts else 1
 
 
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
