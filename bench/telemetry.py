@@ -58,7 +58,7 @@ class SwitchedMonitor(Monitor):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = 0.0 if self.began is None else time.perf_counter() - self.began
-        self.flush()  # pending writes must not fall into another block
+        self.stream.flush()  # pending writes must not fall into another block
         print(ANSWER + json.dumps({"step": step, "seconds": seconds, "inside_s": self.inside_s}), flush=True)
         turn = sys.stdin.readline()
         if not turn:

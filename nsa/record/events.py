@@ -53,7 +53,7 @@ class EventStream:
     def __init__(self, rank: int, sinks: Sequence[Sink] = (), failures: Failures | None = None):
         self.rank, self.failures = rank, failures or Failures()
         self.incidents = 0
-        self.last_steps: dict[EventKind, int] = {}  # step of the last event of each kind
+        self.emitted: set[EventKind] = set()  # the kinds of events so far
         self._writers: list[Writer] = []
         self.add(*sinks)
 
@@ -63,7 +63,7 @@ class EventStream:
             self._writers.append(Writer(sinks, self.failures))
 
     def emit(self, event: EventKind, step: int, **values: Any) -> None:
-        self.last_steps[event] = step
+        self.emitted.add(event)
         made = make_event(event, self.rank, step, **values)
         for writer in self._writers:
             writer.write(made)

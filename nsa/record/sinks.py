@@ -34,14 +34,15 @@ class TableSink(Sink):
         path = table.files.path(folder, rank)
         self.name, self.table = path.name, table
         self._pending = bytearray()
-        self._received = self._written = done_steps  # last step whose row was received, was written
-        kept = self.last_step = 0
+        self.last_step: int | None = None  # of the rows that are kept; None if there was no such table
+        kept = 0
         with reworded(LaunchError, f"train.out_dir: {path} cannot be written"):
             if done_steps and path.exists():
                 _add_columns(path, table.header.encode())
                 kept, self.last_step = _kept(path, table.header.encode(), done_steps)
-                if not kept:  # other columns
+                if not kept and path.stat().st_size:  # other columns
                     path.rename(path.with_suffix(".old.csv"))
+                    self.last_step = None
             self._file = open(path, "r+b" if kept else "wb", buffering=0, opener=regular)  # noqa: SIM115  (until close)
             if kept:
                 self._file.truncate(kept)
@@ -49,17 +50,12 @@ class TableSink(Sink):
             else:
                 self._pending += table.header.encode()
 
-    def unwritten(self, emitted: int) -> tuple[int, int] | None:
-        """The first and the last step up to `emitted` whose rows are not written yet."""
-        return (self._written + 1, emitted) if self._written < emitted else None
-
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)
 
     def write(self, event: Event) -> None:
         if len(self._pending) < MAX_PENDING:
             self._pending += self.table.format(event).encode()
-        self._received = event["step"]
         self._write_pending()
 
     def flush(self) -> None:
@@ -76,7 +72,6 @@ class TableSink(Sink):
         faults.point("rows.write")
         while self._pending:  # a nearly full disk may take only a part of a row
             del self._pending[: self._file.write(self._pending) or 0]
-        self._written = self._received
 
 
 def _add_columns(path: Path, header: bytes) -> None:

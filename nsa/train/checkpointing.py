@@ -136,9 +136,8 @@ class Checkpointing:
 
     def _begin(self, pause_s: float = 0.0, *, is_best: bool = False) -> None:
         self.monitor.claim.check(self.state.world)
-        saved = snapshot(self.state, is_best=is_best)
-        saved.state["unwritten_rows"] = self.monitor.flush()  # rows before the checkpoint must be on disk
-        self.saver.begin(saved, pause_s=pause_s)
+        self.monitor.stream.flush()  # rows before the checkpoint must be on disk
+        self.saver.begin(snapshot(self.state, is_best=is_best), pause_s=pause_s)
         self._writing_step, self._writing_best = self.state.progress.step, is_best
 
     def _complete(self) -> None:
@@ -286,8 +285,6 @@ def restore(state: RunState, checkpoint: Path) -> None:
         if state.scale.enabled and scale.get("enabled", factor != 1.0):  # older checkpoints lack it
             state.scale.value, state.scale.clean_steps = factor, clean_steps
         state.data = None if saved.get("data") is None else str(saved["data"])
-        missing = dict(saved.get("unwritten_rows", {}))  # older checkpoints lack it
-        state.unwritten_rows = {str(name): (int(first), int(last)) for name, (first, last) in missing.items()}
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
     generators = read_random(checkpoint, state.world.rank)

@@ -29,7 +29,7 @@ from nsa.record.profile import StepProfiler
 from nsa.record.run_log import RunLog
 from nsa.record.sinks import TableSink, TensorBoard, Tracker
 from nsa.record.tracer import Tracer
-from nsa.run_folder import TABLES, EventKind, GateStats, SelectionStats, TrainingRow
+from nsa.run_folder import TABLES, TRAINING, EventKind, GateStats, SelectionStats, TrainingRow
 from nsa.supervise.watchdog import Watchdog
 from nsa.train.folder import Claim, record_end
 from nsa.train.state import RunState
@@ -55,7 +55,6 @@ class Monitor:
         self._last: dict[str, Any] = {}  # the newest sample and index_kl, for the summary
         self._failure_reported = False
         self._steps_done: int | None = None  # None until the run is resumed
-        self._has_stepped = False
         self._fallbacks_before = Counter(dispatch.counters())  # counted in this process before the run
 
     def open(self, state: RunState) -> None:
@@ -66,11 +65,10 @@ class Monitor:
             self._tables = [TableSink(self.folder, self.world.rank, table, done) for table in TABLES]
             self.stream.add(*self._tables)
         for table in self._tables:
-            first, last = state.unwritten_rows.get(table.name, (0, 0))
-            if table.last_step < last:
-                rows = f"the rows of steps {max(first, table.last_step + 1)} to {last}"
-                message = f"{table.name} lacks {rows}: they could not be written before step {done} was saved"
-                self.incident("missing_rows", message, done)
+            if table.table is TRAINING and table.last_step is not None and table.last_step < done:  # has every step
+                rows = f"the rows of steps {table.last_step + 1} to {done}"
+                message = f"{table.name} lacks {rows}: they were not written before the run stopped"
+                self.incident("missing_rows", f"{message}; other tables may lack rows too", done)
         if self.world.is_first and wanted.tensorboard:
             with self._failures.counted():  # the folder cannot be written
                 self.stream.add(TensorBoard(self.folder, done))
@@ -111,7 +109,7 @@ class Monitor:
     def _on_hang(self, report: dict[str, Any], message: str) -> None:
         """Called in the watchdog's thread; the process ends when it returns."""
         remedy = "the same command resumes from the last checkpoint"
-        if not self._has_stepped:  # it would meet the same limit
+        if "step" not in self.stream.emitted:  # it would meet the same limit
             remedy = "if this start is only slow, raise telemetry.watchdog_first_step_s"
         reason = HangError(f"{message}; {remedy}")
         self.stream.emit("hang", **report)
@@ -149,7 +147,7 @@ class Monitor:
 
     def step_done(self, row: TrainingRow) -> None:
         """Records a step, with its validation."""
-        self._steps_done, self._has_stepped = row.step, True
+        self._steps_done = row.step
         with self._failures.counted():  # first: it gathers over context-parallel ranks, so no rank may skip it
             if self._observer is not None and self._is_sampled(row.step):
                 self._observer.finish(row.step)
@@ -224,17 +222,10 @@ class Monitor:
             **self._last,
         }
 
-    def flush(self) -> dict[str, tuple[int, int]]:
-        """Forces rows to disk before a checkpoint. Returns the first and last step of unwritten rows, by file."""
-        self.stream.flush()
-        emitted = self.stream.last_steps
-        waiting = {table.name: table.unwritten(emitted.get(table.table.event, 0)) for table in self._tables}
-        return {name: steps for name, steps in waiting.items() if steps}
-
     def withdraw_start(self, reason: BaseException) -> None:
         """Removes the start from the heartbeat if the run was refused because of its input: it is not an attempt."""
         is_refused = isinstance(reason, (ConfigError, SpecError, DataError, CheckpointError, LaunchError))
-        if is_refused and self.stream.last_steps.keys() <= {"boot", "first_batch"}:
+        if is_refused and self.stream.emitted <= {"boot", "first_batch"}:
             with self._failures.counted():
                 self.stream.flush()
                 self._heartbeat.withdraw()

@@ -78,8 +78,6 @@ class RunState:
     progress: Progress = field(default_factory=Progress)
     teacher: Decoder | None = None  # not sharded
     data: str | None = None  # fingerprint of the data
-    # Files of the restored checkpoint that lacked rows when it was saved, with the first and last step of these rows.
-    unwritten_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     graphs: StepGraphs = field(default_factory=lambda: StepGraphs(0, False, "not planned"))
 
     def __post_init__(self) -> None:
