@@ -16,6 +16,7 @@ from nsa.config import load_config, parse_config
 from nsa.config.load import warn_if_unlikely
 from nsa.config.schema import Config, DataConfig
 from nsa.errors import ConfigError, DataError
+from nsa.formatting import counted
 
 if TYPE_CHECKING:
     from nsa.data.statistics import Statistics
@@ -25,7 +26,10 @@ app = typer.Typer(help="Prepare, inspect and verify training data.", no_args_is_
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the shards.", show_default=False)]
 OptionalFolder = Annotated[
-    Path | None, typer.Argument(metavar="FOLDER", help="Prepared shards; default: the source.", show_default=False)
+    Path | None,
+    typer.Argument(
+        metavar="FOLDER", help="Folder of prepared shards; the configured source when unset.", show_default=False
+    ),
 ]
 DataOverrides = Annotated[list[str] | None, overrides_such_as("data.source=python")]
 ConfigOption = Annotated[
@@ -40,9 +44,9 @@ def prepare(
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that tokenise; one per core when unset.")
+        int | None, typer.Option(metavar="N", min=1, help="Processes that tokenize; one per core when unset.")
     ] = None,
-    shard_mb: Annotated[int, typer.Option(min=1, help="Maximum MiB of text in a shard.")] = 64,
+    shard_mb: Annotated[int, typer.Option(metavar="MIB", min=1, help="Maximum MiB of text in a shard.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
     part: Annotated[
         str | None, typer.Option(metavar="K/N", help="Write only part K of N; `nsa data merge` joins the parts.")
@@ -102,7 +106,7 @@ def _print_prepared(folder: Path, manifest: "Manifest") -> None:
 
     part = manifest.part
     about = f"{folder}, part {part.number} of {part.of}" if part else f"{folder}"
-    say(f"{about}: {_totals(manifest)} in {len(manifest.shards):,} shards")
+    say(f"{about}: {_totals(manifest)} in {counted(len(manifest.shards), 'shard')}")
     _print_skipped(manifest.skipped)
     if part:
         say(f"when all {part.of} parts are prepared, join them with `nsa data merge {folder}`")
@@ -118,8 +122,12 @@ def tokenizer(
     overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Tokens, including 256 bytes and the separator.")] = 32768,
-    max_mb: Annotated[int, typer.Option(min=1, help="MiB of text to learn from, first documents first.")] = 256,
+    vocab_size: Annotated[
+        int, typer.Option(metavar="N", min=257, help="Tokens, including 256 bytes and the separator.")
+    ] = 32768,
+    max_mb: Annotated[
+        int, typer.Option(metavar="MIB", min=1, help="MiB of text to learn from, from the first document on.")
+    ] = 256,
 ) -> None:
     """Train a byte-level BPE vocabulary on a source's documents.
 
@@ -147,8 +155,10 @@ def stats(
     overrides: DataOverrides = None,
     override: JoinedOverrides = None,
     config: ConfigOption = None,
-    samples: Annotated[int, typer.Option(min=0, help="Number of documents whose beginning is shown.")] = 3,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of documents to read from a source.")] = 10_000,
+    samples: Annotated[int, typer.Option(metavar="N", min=0, help="Number of documents whose beginning is shown.")] = 3,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of documents to read from a source.")
+    ] = 10_000,
 ) -> None:
     """Print statistics of prepared shards or of a source: documents, tokens, lengths, and some samples."""
     from nsa.data.statistics import of_shards, of_source
@@ -182,7 +192,7 @@ def verify(
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
     manifest = verify_shards(folder)
-    say(f"{folder}: ok, {len(manifest.shards):,} shards, {_totals(manifest)}")
+    say(f"{folder}: ok, {counted(len(manifest.shards), 'shard')}, {_totals(manifest)}")
 
 
 def _verify_corpus(data: DataConfig) -> None:
@@ -196,8 +206,8 @@ def _verify_corpus(data: DataConfig) -> None:
             f"data.source: nothing to verify in {source}; give a FOLDER of shards, or data.source=megatron or datatrove"
         )
     corpus, _ = open_corpora(data.source, data.paths, tokenizer_for(data), data.workers)
-    counts = f"{len(corpus.lengths):,} documents, {corpus.lengths.sum():,} tokens"
-    say(f"{data.source}: ok, {len(corpus.pieces):,} files, {counts}")
+    counts = f"{counted(len(corpus.lengths), 'document')}, {corpus.lengths.sum():,} tokens"
+    say(f"{data.source}: ok, {counted(len(corpus.pieces), 'file')}, {counts}")
     _print_skipped(corpus.skipped)
 
 
@@ -217,7 +227,7 @@ def _resolve(config: Path | None, overrides: list[str] | None, override: list[st
 
 def _totals(manifest: "Manifest") -> str:
     text_mib = manifest.text_bytes / 2**20
-    return f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {text_mib:,.1f} MiB text"
+    return f"{counted(manifest.documents, 'document')}, {manifest.tokens:,} tokens of {text_mib:,.1f} MiB text"
 
 
 def _print_skipped(skipped: Mapping[str, int]) -> None:
@@ -230,7 +240,7 @@ def _print(found: "Statistics") -> None:
 
     lengths = found.lengths
     size = f", {found.text_bytes:,} bytes of text" if found.text_bytes else ""
-    say(f"{found.about}: {len(lengths):,} documents, {lengths.sum():,} tokens{size}")
+    say(f"{found.about}: {counted(len(lengths), 'document')}, {lengths.sum():,} tokens{size}")
     if len(lengths):
         say(
             f"tokens in a document: median {int(np.median(lengths)):,}, mean {lengths.mean():,.1f}, "

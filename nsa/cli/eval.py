@@ -19,7 +19,9 @@ def evaluate(
         str | None,
         typer.Option(metavar="N,N,...", help="Context lengths in tokens.", show_default="train.seq_len"),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Questions for every length, and depth or level.")] = 32,
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Questions for every length and every depth or level.")
+    ] = 32,
     selection: Annotated[
         bool,
         typer.Option("--selection", help="Measure how much of full attention the selected blocks of each layer hold."),

@@ -24,7 +24,10 @@ def generate(
     override: JoinedOverrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Text to continue; may be given several times. A new document when unset."),
+        typer.Option(
+            metavar="TEXT",
+            help="Text to continue; may be given several times. Without a prompt, a new document begins.",
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,
@@ -33,11 +36,21 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are messages of a user, which the run's chat template renders.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Maximum of new tokens per prompt.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from the k most likely tokens only.")] = None,
-    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens of this total share.")] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, max=2**31 - 1, help="Maximum of new tokens per prompt.")
+    ] = 200,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", min=0.0, help="0 always takes the most likely token.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", min=1, help="Sample from the k most likely tokens only.")
+    ] = None,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Sample from the most likely tokens of total probability P.")
+    ] = 0.95,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**63 - 1, help="The same seed gives the same text.")
+    ] = 0,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be given several times.")
     ] = None,

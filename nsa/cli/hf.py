@@ -22,7 +22,10 @@ def import_(
         typer.Option(help="Convert the attention layers to this kind; unchanged when unset."),
     ] = None,
     config: Annotated[
-        str | None, typer.Option(help="Configuration file or name for the other sections, for example convert_msa.")
+        str | None,
+        typer.Option(
+            metavar="CONFIG", help="Configuration file or name for the other sections, for example convert_msa."
+        ),
     ] = None,
     copy_kv: Annotated[
         bool, typer.Option("--copy-kv", help="Give each branch of NSA layers its own copy of keys and values.")
@@ -64,7 +67,7 @@ def export(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Address of nsa for pip, for the model card, such as git+https://HOST/PATH/nsa.git.",
+            help="Address from which the model card installs nsa, such as git+https://HOST/PATH/nsa.git.",
         ),
     ] = None,
 ) -> None:

@@ -32,7 +32,7 @@ THREADS_END_S = 1.0
 
 app = typer.Typer(
     name="nsa",
-    help="Train and run language models with Native Sparse Attention.",
+    help="Train, evaluate and run language models with sparse attention.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -44,7 +44,12 @@ def memory(
     nproc: Annotated[int, typer.Option("--nproc", metavar="N", help="Processes, one GPU each.")] = 1,
     card: Annotated[
         str | None,
-        typer.Option("--card", help="24gb, a100-40gb, a100-80gb, h100, h200, ... or GiB.", show_default="this GPU"),
+        typer.Option(
+            "--card",
+            metavar="CARD",
+            help="24gb, a100-40gb, l40s, a100-80gb, h100, h200, b200 or a number of GiB.",
+            show_default="this GPU, or common cards",
+        ),
     ] = None,
     cache: Annotated[
         int | None,

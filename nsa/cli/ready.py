@@ -18,7 +18,8 @@ def ready(
     override: JoinedOverrides = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few steps; a GO does not clear a production run.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Processes; one per GPU when unset.", show_default=False)
+        int | None,
+        typer.Option("--nproc", metavar="N", min=1, help="Processes; one per GPU when unset.", show_default=False),
     ] = None,
     baseline: Annotated[
         Path | None,
@@ -26,10 +27,15 @@ def ready(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder for the evidence; runs/NAME-ready when unset."),
+        typer.Option(
+            "--out", metavar="DIR", help="Folder of the reports and the runs of the phases; runs/NAME-ready when unset."
+        ),
     ] = None,
     synthetic_on_fail: Annotated[
-        bool, typer.Option("--synthetic-on-fail", help="Use synthetic text if the source does not answer; NO-GO.")
+        bool,
+        typer.Option(
+            "--synthetic-on-fail", help="Use synthetic text if the source does not answer; the verdict is then NO-GO."
+        ),
     ] = False,
 ) -> None:
     """Check whether a run can go to production on this machine. Exit code 0 for GO, 1 for NO-GO."""

@@ -17,7 +17,9 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     override: JoinedOverrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over: remove the run from its folder.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over: delete the checkpoints and weights of the run.")
+    ] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume from a checkpoint of another configuration or other data.")
     ] = False,

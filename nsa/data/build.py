@@ -28,6 +28,7 @@ from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.data.waiting import Activity
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.files import make_folder
+from nsa.formatting import counted
 
 _VALIDATION_SEED = 0  # validation reads the same sequences for every seed of the run
 CORPUS_INDEX = "data_index.docs"  # the hash and the length of every document of a tokenised corpus
@@ -193,16 +194,18 @@ class _Builder:
     def _from_documents(self, name: str, documents: Tokenised[TokenArray | TokenFile], fingerprint: str) -> Data:
         training, validation = documents.split(self.data.validation_fraction, is_only=len(self.data.mixture) < 2)
         self._check_length(training, "training", "use more text or a smaller train.seq_len")
-        parts = [f"{training.num_documents:,} training documents, {training.num_tokens:,} tokens"]
+        parts = [f"{counted(training.num_documents, 'training document')}, {training.num_tokens:,} tokens"]
         if self.data.validation_fraction:
             remedy = "use more text, a larger data.validation_fraction (0 for no validation) or a smaller train.seq_len"
             self._check_length(validation, "validation", remedy)
-            parts.append(f"{validation.num_documents:,} validation documents, {validation.num_tokens:,} tokens")
+            parts.append(
+                f"{counted(validation.num_documents, 'validation document')}, {validation.num_tokens:,} tokens"
+            )
         parts += [f"skipped {count:,} ({reason})" for reason, count in sorted(documents.skipped.items())]
         sequences = self._sequences(name, training, self.train.seed)
         packed = sequences.marked if isinstance(sequences, MaskedSequences) else sequences
         if isinstance(packed, BestFit):
-            parts.append(f"best fit in {packed.count:,} sequences, {packed.waste:.2%} padding")
+            parts.append(f"best fit in {counted(packed.count, 'sequence')}, {packed.waste:.2%} padding")
         if packed is not sequences:
             cut = int((training.lengths > self.train.seq_len).sum())
             parts.append(f"only answers are targets; {cut:,} conversations are longer than a sequence and are cut")
@@ -246,7 +249,8 @@ class _Builder:
         sequences = StreamedSequences(reader, self.train.seq_len, self.train.seed, lanes)
         rows = sum(unit.stop - unit.start for unit in reader.units)
         files = len({unit.path for unit in reader.units})
-        summary = f"{source.name}: {files:,} files, {len(reader.units):,} row groups, {rows:,} rows, streamed"
+        sizes = f"{counted(files, 'file')}, {counted(len(reader.units), 'row group')}, {counted(rows, 'row')}"
+        summary = f"{source.name}: {sizes}, streamed"
         if source.commit is not None:
             summary += f", commit {source.commit}"
         validation = partial(self._collect_validation, reader)

@@ -19,6 +19,7 @@ from nsa.data.token_corpora import open_corpora
 from nsa.data.token_shards import open_shards, read_documents, read_manifest
 from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError
+from nsa.formatting import counted
 
 SAMPLE_TOKENS = 200
 
@@ -63,7 +64,7 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     if data.source in FORMATS:
         corpus, _ = open_corpora(data.source, data.paths, tokenizer, data.workers)
         texts = _samples_of_corpus(corpus, tokenizer, samples)
-        about = f"{data.source}: {len(corpus.pieces):,} files"
+        about = f"{data.source}: {counted(len(corpus.pieces), 'file')}"
         return Statistics(about, corpus.lengths, 0, corpus.skipped, texts)
     source: Source
     if data.source == ChatSource.name and (template := chat_template_of(data)) is not None:
@@ -80,9 +81,9 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
         for tokens in np.split(part.pieces[0], np.cumsum(part.lengths)[:-1]):
             lengths.append(len(tokens))
             beginnings.append(tokens[:SAMPLE_TOKENS].copy())  # a copy, so that the part is freed
-    about = f"{source.name}: {len({u.path for u in units}):,} files"
+    about = f"{source.name}: {counted(len({u.path for u in units}), 'file')}"
     if next(documents, None) is not None:
-        about += f", the first {limit:,} documents"
+        about += f", the first {counted(limit, 'document')}"
     if isinstance(tokenizer, ChatTokenizer):
         tokenizer.close()
     counts = np.array(lengths, dtype=np.int64)

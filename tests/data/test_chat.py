@@ -302,7 +302,7 @@ def test_conversations_without_an_answer_are_skipped_and_other_files_refused(tmp
     with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(conversation) + "\n" for conversation in [talk("a"), talk("a" * 99, "b")])
     data = data_of(str(tmp_path / "a.jsonl.gz"))
-    assert "1 training documents" in data.summary
+    assert "1 training document," in data.summary
     assert "skipped 1 (no message of the assistant)" in data.summary
     assert "1 conversations are longer than a sequence" in data.summary
     for name in ("a.txt", "a.jsonl.txt"):
@@ -323,7 +323,7 @@ def test_validation_needs_an_answer(tmp_path):
 def test_statistics_count_the_tokens_of_rendered_conversations(tmp_path):
     path = write(tmp_path / "a.jsonl", [talk("hi", "yo"), talk("more", "text")])
     found = of_source(DataConfig(source="chat", paths=[path]), samples=1, limit=1)
-    assert found.about == "chat: 1 files, the first 1 documents"
+    assert found.about == "chat: 1 file, the first 1 document"
     assert found.lengths.tolist() == [len("s<|user|>\nhi\n<|assistant|>\nyos")]
     assert found.samples == ["<|user|>\nhi\n<|assistant|>\nyo"]
 

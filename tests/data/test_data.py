@@ -232,4 +232,4 @@ def test_a_prepared_folder_is_found_below_the_home_folder(tmp_path, monkeypatch)
     prepare(TextSource([str(tmp_path / "a.txt")]), TOKENIZER, tmp_path / "shards", workers=1)
     monkeypatch.setenv("HOME", str(tmp_path))
     config = DataConfig(source="prepared", paths=["~/shards"], validation_fraction=0.0)
-    assert "1 training documents" in build_data(config, TrainConfig(seq_len=32), TOKENIZER).summary
+    assert "1 training document, " in build_data(config, TrainConfig(seq_len=32), TOKENIZER).summary

@@ -282,7 +282,7 @@ def test_stats_and_verify_read_a_corpus(tmp_path, kind):
     assert "skipped 1 (empty)" in shown
     assert "--- sample 3 ---" in shown
     assert "wörd" in shown
-    assert f"{kind}: ok, 1 files, 200 documents, {tokens:,} tokens" in nsa_data("verify", *arguments)
+    assert f"{kind}: ok, 1 file, 200 documents, {tokens:,} tokens" in nsa_data("verify", *arguments)
     (path,) = (p for p in (tmp_path / "corpus").iterdir() if p.suffix in (".bin", ".ds"))
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(DataError, match=path.name):
