@@ -21,7 +21,7 @@ from nsa.cli.arguments import JoinedOverrides, Overrides, all_overrides
 from nsa.cli.main import app as nsa
 from nsa.cli.main import main as run_command
 from nsa.cli.output import say
-from nsa.config import Config, load_config
+from nsa.config import Config, load_config, shipped_names
 from nsa.config.load import ConfigWarning
 from nsa.errors import ConfigError
 from nsa.plain_yaml import flat
@@ -70,9 +70,9 @@ def main(*, fsdp: bool = False) -> None:
 
 
 def find_config(environment: Mapping[str, str]) -> Path:
-    """Returns the file that CONFIG names, in the current folder or else in the repository."""
+    """Returns the file that CONFIG names, in the current folder or else in the repository, or the name of a shipped one."""
     name = Path(environment.get("CONFIG") or DEFAULT_CONFIG)
-    return name if name.exists() else ROOT / name
+    return name if name.exists() or str(name) in shipped_names() else ROOT / name
 
 
 def shorthands(

@@ -42,6 +42,7 @@ def test_config_is_found_here_first_and_then_in_the_repository(tmp_path, monkeyp
     (tmp_path / "configs" / "quickstart.yaml").touch()
     assert legacy_commands.find_config({"CONFIG": "configs/quickstart.yaml"}) == Path("configs/quickstart.yaml")
     assert legacy_commands.find_config({"CONFIG": str(TWO_GPUS)}) == TWO_GPUS
+    assert legacy_commands.find_config({"CONFIG": "quickstart"}) == Path("quickstart"), "as for every other command"
 
 
 def test_old_arguments_are_overrides():
