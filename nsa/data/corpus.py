@@ -6,11 +6,13 @@ overlap, and adding documents moves none. The exception is a source whose docume
 
 import hashlib
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from nsa.data.sources.base import Skipped, Source, Unit, groups
 from nsa.data.threads import Progress
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.errors import DataError
+from nsa.errors import DataError, reworded
 
 Keys = NDArray[np.uint64]
 Counts = NDArray[np.int64]
@@ -27,14 +29,39 @@ BATCH = 64  # documents in one call of the tokenizer
 BATCH_CHARS = 1 << 18  # characters in one call, or one longer document. At most 1 MiB of UTF-8, the smallest shard
 
 
-class TokenFile(Protocol):
-    """Tokens in a file that are read on demand."""
+class TokenFile:
+    """Tokens in a file that are read on demand. A memory-mapped file that is truncated would end the process with
+    SIGBUS."""
 
-    dtype: np.dtype[np.unsignedinteger]
+    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], remedy: str):
+        self.path, self.dtype, self._remedy = path, dtype.newbyteorder("<"), remedy
+        with reworded(DataError, f"{path}: cannot be read", remedy):
+            self._file = path.open("rb", buffering=0)
+        self._stamp = self._state()
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def read(self, place: int, out: TokenArray) -> None: ...
+    def read(self, place: int, out: TokenArray) -> None:
+        """Fills `out` with the tokens from `place` on."""
+        raise NotImplementedError
+
+    def _fill(self, out: NDArray[np.integer], offset: int) -> bool:
+        """Reads `out` at this byte. Returns False if the file is too short or changed since `_stamp`."""
+        into: Any = out.view(np.uint8)  # numpy declares arrays as buffers only from Python 3.12 on
+        done, size = 0, -1
+        try:
+            while done < len(into) and size:  # a network file system may return less than it is asked for
+                size = os.preadv(self._file.fileno(), [into[done:]], offset + done)
+                done += size
+            return done == len(into) and self._state() == self._stamp
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {self._remedy}") from None
+
+    def _state(self) -> tuple[int, ...]:
+        """Returns a value that changes with every write to the file."""
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 Piece = TypeVar("Piece", bound=TokenArray | TokenFile, covariant=True)

@@ -7,21 +7,19 @@ The run folder keeps the hashes, so that a resumed run reads the tokens again on
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nsa.data.corpus import Counts, Keys, Tokenised
+from nsa.data.corpus import Counts, Keys, TokenFile, Tokenised
 from nsa.data.sources.base import Skipped, groups
 from nsa.data.sources.token_files import TokenIndex, read_indexes
 from nsa.data.threads import Progress, in_threads
 from nsa.data.token_shards import allow_open_files
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.errors import DataError, reworded
+from nsa.errors import DataError
 from nsa.files import LARGEST_LOG, read_regular, replace_file
 
 REMEDY = "fix it or remove it from data.paths"
@@ -29,18 +27,13 @@ BLOCK_TOKENS = 1 << 22  # tokens that a thread reads at once
 Scanned = tuple[bytes, Counts, Counts]  # of each document: 8 bytes of its hash, tokens without separators, last token
 
 
-class CorpusTokens:
-    """The documents of one file, read on demand. A file that changes after it was opened raises an error; a
-    memory-mapped file that is truncated would end the process with SIGBUS."""
+class CorpusTokens(TokenFile):
+    """The documents of one file. A file that changes after it was opened raises an error."""
 
     def __init__(self, index: TokenIndex, tokenizer: Tokenizer):
-        self.path, self.dtype = index.path, tokenizer.dtype.newbyteorder("<")
+        super().__init__(index.path, tokenizer.dtype, REMEDY)
         self._index, self._tokenizer = index, tokenizer
         self.sizes = np.diff(index.ends, prepend=0)
-        with reworded(DataError, f"{self.path}: cannot be read", REMEDY):
-            self._file = self.path.open("rb", buffering=0)
-        self._descriptor = self._file.fileno()
-        self._stamp = self._state()
         self.lengths = self._places = self._starts = np.empty(0, np.int64)
 
     def __len__(self) -> int:
@@ -84,7 +77,7 @@ class CorpusTokens:
         return keys[has_text]
 
     def read(self, place: int, out: TokenArray) -> None:
-        """Fills `out` with the tokens of one document from `place` on."""
+        """`out` ends in the document that contains `place`."""
         document = int(np.searchsorted(self._starts, place, side="right")) - 1
         offset = place - int(self._starts[document])
         if offset == 0:
@@ -97,17 +90,8 @@ class CorpusTokens:
         found = np.empty(count, self._index.dtype)
         if not count:
             return found.astype(self.dtype)
-        into = found.view(np.uint8)
-        offset, done = place * found.itemsize, 0
-        try:
-            while done < len(into):
-                buffers: list[Any] = [into[done:]]  # numpy declares arrays as buffers only from Python 3.12 on
-                size = os.preadv(self._descriptor, buffers, offset + done)
-                done += size
-                if not size or self._state() != self._stamp:
-                    raise DataError(f"{self.path}: changed after it was opened; start again when it is complete")
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {REMEDY}") from None
+        if not self._fill(found, place * found.itemsize):
+            raise DataError(f"{self.path}: changed after it was opened; start again when it is complete")
         vocab_size = self._tokenizer.vocab_size
         if np.maximum.reduce(found) >= vocab_size or np.minimum.reduce(found) < 0:
             is_wrong = (found < 0) | (found >= vocab_size)
@@ -118,16 +102,15 @@ class CorpusTokens:
         """Adds to the digest what must not change while the results of a scan are used."""
         digest.update(f"{self._stamp} {self._index.dtype} {len(self.sizes)}\n".encode() + self._index.ends.tobytes())
 
-    def _state(self) -> tuple[int, int]:
-        found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
+    def _state(self) -> tuple[int, ...]:
+        return super()._state()[:2]  # other permissions or links of a corpus are not a change
 
     def _not_in_vocabulary(self, place: int, token: int) -> DataError:
         document = int(np.searchsorted(self._index.ends, place, side="right"))
         at = place - int(self._index.ends[document] - self.sizes[document])
         return DataError(
             f"{self.path}, document {document}, token {at}: {token} is not in the vocabulary of "
-            f"{self._tokenizer.name!r} ({self._tokenizer.vocab_size:,} tokens); {self._remedy()}"
+            f"{self._tokenizer.name!r} ({self._tokenizer.vocab_size:,} tokens); {self._set_tokenizer()}"
         )
 
     def check_ends(self, lasts: Counts) -> None:
@@ -141,10 +124,10 @@ class CorpusTokens:
             raise DataError(
                 f"data.separator: all documents of {self.path} end with the special token {last}, the separator of "
                 f"{self._tokenizer.name!r} is {self._tokenizer.separator}; set data.separator to the token that ends "
-                f"them, or {self._remedy()}"
+                f"them, or {self._set_tokenizer()}"
             )
 
-    def _remedy(self) -> str:
+    def _set_tokenizer(self) -> str:
         named = f", {self._index.made_with!r}" if self._index.made_with else ""
         return f"set data.tokenizer to the tokenizer of the corpus{named}"
 

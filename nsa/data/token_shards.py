@@ -16,7 +16,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,7 +34,7 @@ from pydantic import (
 )
 
 from nsa import faults
-from nsa.data.corpus import Counts, Keys, Tokenised, join
+from nsa.data.corpus import Counts, Keys, TokenFile, Tokenised, join
 from nsa.data.sources.base import Skipped
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
@@ -250,36 +250,22 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path}: is damaged: {field}: {first['msg']}; {AGAIN}") from None
 
 
-class ShardTokens:
-    """The tokens of one shard, read from its file.
-
-    A file that was truncated raises an error; a memory-mapped file would end the process with SIGBUS. Every id is
-    compared with the vocabulary. A file that changed after `check` is checked again before its tokens are used.
-    """
+class ShardTokens(TokenFile):
+    """The tokens of one shard. Every id is compared with the vocabulary. A file that changed after `check` is checked
+    again before its tokens are used."""
 
     def __init__(self, folder: Path, entry: ShardEntry, dtype: np.dtype[np.unsignedinteger], vocab_size: int):
-        self.path = shard_path(folder, entry.number, "tokens")
-        self.dtype = dtype.newbyteorder("<")
+        super().__init__(shard_path(folder, entry.number, "tokens"), dtype, AGAIN)
         self._length, self._sha256, self._vocab_size = entry.tokens, entry.tokens_sha256, vocab_size
-        with _errors_of(self.path):
-            check_size(self.path, self._length * self.dtype.itemsize, self.path.stat().st_size)
-            self._file = self.path.open("rb", buffering=0)
-        self._descriptor = self._file.fileno()
+        check_size(self.path, self._length * self.dtype.itemsize, self._stamp[0])
         self._lock = threading.Lock()
-        self._stamp = self._state()
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, place: int, out: TokenArray) -> None:
-        """Fills `out` with the tokens from `place` on."""
-        into: list[Any] = [out]  # numpy declares arrays as buffers only from Python 3.12 on
-        offset = place * self.dtype.itemsize
-        try:
-            while os.preadv(self._descriptor, into, offset) != out.nbytes or self._state() != self._stamp:
-                self.check()
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror}; {AGAIN}") from None
+        while not self._fill(out, place * self.dtype.itemsize):
+            self.check()
         if np.maximum.reduce(out) >= self._vocab_size:
             raise DataError(f"{self.path}: contains token {out.max()}, the vocabulary has {self._vocab_size}; {AGAIN}")
 
@@ -291,11 +277,6 @@ class ShardTokens:
             self._file.seek(0)
             _check_hash(self.path, hashlib.file_digest(self._file, "sha256").hexdigest(), self._sha256)
             self._stamp = stamp
-
-    def _state(self) -> tuple[int, int, int]:
-        """Returns a value that changes with every write to the file."""
-        found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[Tokenised[ShardTokens], str]:
@@ -340,7 +321,7 @@ def allow_open_files(count: int, what: str, remedy: str) -> None:
 
 def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     path = shard_path(folder, entry.number, "docs")
-    with _errors_of(path):
+    with reworded(DataError, f"{path}: cannot be read", AGAIN, (OSError, ValueError)):
         check_size(path, entry.documents * 16, path.stat().st_size)
         table = np.fromfile(path, dtype="<u8").reshape(2, entry.documents)
     _check_hash(path, hashlib.sha256(table.tobytes()).hexdigest(), entry.docs_sha256)
@@ -348,10 +329,6 @@ def read_documents(folder: Path, entry: ShardEntry) -> tuple[Counts, Keys]:
     if (lengths < 1).any() or int(lengths.sum()) != entry.tokens:
         raise DataError(f"{path}: its documents do not add up to the shard's {entry.tokens} tokens; {AGAIN}")
     return lengths, table[1]
-
-
-def _errors_of(path: Path) -> AbstractContextManager[None]:
-    return reworded(DataError, f"{path}: cannot be read", AGAIN, (OSError, ValueError))
 
 
 def _check_hash(path: Path, found: str, wanted: str) -> None:

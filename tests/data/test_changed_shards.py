@@ -64,6 +64,13 @@ def test_a_shard_that_was_only_touched_is_checked_again_and_read_on(shards):
     assert loader.batch(0, 400).inputs.equal(expected.inputs)
 
 
+def test_a_file_system_that_returns_less_than_it_is_asked_for_gives_the_same_batches(shards, monkeypatch):
+    loader, read = open_data(shards).train, os.preadv
+    expected = loader.batch(0, 20)
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, offset: read(file, [buffers[0][:7]], offset))
+    assert loader.batch(0, 20).inputs.equal(expected.inputs)
+
+
 def test_damage_is_found_before_the_first_batch_by_the_rank_that_checks_the_shard(shards):
     paths = sorted(shards.glob("*.tokens"))
     zero(paths[1])
