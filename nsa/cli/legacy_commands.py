@@ -70,7 +70,7 @@ def main(*, fsdp: bool = False) -> None:
 
 
 def find_config(environment: Mapping[str, str]) -> Path:
-    """Returns the file that CONFIG names, in the current folder or else in the repository, or the name of a shipped one."""
+    """Returns the file that CONFIG names, here or else in the repository, or the name of a shipped configuration."""
     name = Path(environment.get("CONFIG") or DEFAULT_CONFIG)
     return name if name.exists() or str(name) in shipped_names() else ROOT / name
 
