@@ -127,14 +127,17 @@ def check_shapes(
     missing = sorted(set(own) - set(saved) - set(optional))
     unknown = sorted(set(saved) - set(own))
     if missing or unknown:
-        raise CheckpointError(
-            f"{path}: does not fit this model: missing {missing[:3] or 'nothing'}, unknown {unknown[:3] or 'nothing'}; "
-            "is the configuration the one it was saved with?"
-        )
+        lists = [f"it {verb} {_some(names)}" for verb, names in (("lacks", missing), ("also has", unknown)) if names]
+        remedy = "the model needs the configuration and the tokenizer with which this was saved"
+        raise CheckpointError(f"{path}: does not fit this model: {' and '.join(lists)}; {remedy}")
     kind = "checkpoint" if path.is_dir() else "file"
     for name, shape in saved.items():
         if shape != own[name]:
             raise CheckpointError(f"{path}: {name} is {list(shape)} in the {kind} and {list(own[name])} in the model")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _cause(error: BaseException) -> str:

@@ -434,7 +434,9 @@ def test_training_from_weights_that_are_missing_is_refused(run_folder, tmp_path,
 def test_training_from_weights_of_another_model_is_refused(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "other.safetensors").write_bytes(save({"weight": torch.zeros(9)}))
     arguments = ["train", str(run_folder / "config.yaml"), f"train.init_from={tmp_path / 'other.safetensors'}"]
-    assert_refused(arguments, "other.safetensors", "is the configuration the one", monkeypatch, capsys)
+    assert_refused(
+        arguments, "other.safetensors", "the model needs the configuration and the tokenizer", monkeypatch, capsys
+    )
     assert not list(tmp_path.rglob("training.csv"))
 
 
