@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nsa.files import write_whole
 from nsa.record.environment import describe_environment
 
 
@@ -33,8 +34,8 @@ class Results:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, **content: Any) -> None:
-        """Writes the whole file, with the machine first."""
-        self.path.write_text(json.dumps({"machine": self.machine, **content}, indent=1) + "\n", encoding="utf-8")
+        """Replaces the file, with the machine first. If it is killed, the former rows stay."""
+        write_whole(self.path, json.dumps({"machine": self.machine, **content}, indent=1) + "\n")
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a line to a file of rows from several commands."""
