@@ -73,8 +73,9 @@ def recall_of(folders: dict[str, Path], options: argparse.Namespace) -> dict[str
     """Recall of the models, by depth and keys, where the study is about it."""
     if options.action != "recall":
         return {}
-    measured = {when: learning.evaluate(f, options.lengths, f.with_suffix(".log"))[1] for when, f in folders.items()}
-    return {"recall": {when: found.get("recall", []) for when, found in measured.items()}}
+    measured = {when: learning.evaluate(f, options.lengths, f.with_suffix(".log")) for when, f in folders.items()}
+    found = {when: found.get("recall", []) for when, (_, found) in measured.items()}
+    return {"recall": found, "exit_code": max(code for code, _ in measured.values())}
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
@@ -203,6 +204,7 @@ def result_of(
         "seq_len": options.seq_len,
         "dense_tokens": learning.steps_of(options) * options.seq_len * options.batch_size,
         "seed": options.seed,
+        "lr": options.rate,
         "corpus": options.corpus,
         "exit_code": code,
         "tokens": curve[-1][0] if curve else 0,
@@ -214,7 +216,8 @@ def result_of(
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(result.get(name) for name in ("row", "changes", "seq_len", "dense_tokens", "seed", "corpus"))
+    names = ("row", "changes", "seq_len", "dense_tokens", "seed", "corpus")
+    return *(result.get(name) for name in names), result.get("lr", RECALL_RATE if "recall" in result else RATE)
 
 
 def run(work: Path, options: argparse.Namespace) -> None:
@@ -352,6 +355,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", default="8192", help="of prompts, with --recall")
     parser.add_argument("--eval-tokens", type=int, default=EVAL_TOKENS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, help=f"of the dense model; default: {RATE:g}, of recall {RECALL_RATE:g}")
     parser.add_argument("--jobs", type=int, default=1, help="conversions at once on the GPU")
     parser.add_argument("--results", type=Path)
     parser.add_argument("override", nargs="*", help="further overrides of every run")
@@ -361,7 +365,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.tokens = options.tokens or (144_000_000 if options.recall else 64_000_000)
     options.batch_size = options.batch_size or (RECALL_BATCH if options.recall else BATCH)
     options.results = options.results or (RECALL_RESULTS if options.recall else RESULTS)
-    options.rate = RECALL_RATE if options.recall else RATE
+    options.rate = options.rate or (RECALL_RATE if options.recall else RATE)
     options.wanted, options.action = options.action, "recall" if options.recall else "run"
     return options
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench import convert
+from bench import convert, learning
 from bench.learning_rows import read_results
 from nsa.config import load_config
 from tests.bench.conftest import TINY
@@ -59,6 +59,30 @@ def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shar
         convert.main([*arguments, "--rows", "dense,dense-continued"])
     with pytest.raises(SystemExit, match="1 rows failed"):
         convert.main([*arguments, "--rows", "dense"])
+
+
+def test_a_row_whose_recall_was_not_measured_has_failed(tmp_path, monkeypatch):
+    results = tmp_path / "results.jsonl"
+    arguments = ["run", str(tmp_path), "--recall", "--rows", "dense", "--results", str(results), "--allow-dirty"]
+    dense = convert.dense_folder(tmp_path, convert.parse(arguments))
+    dense.mkdir(parents=True)
+    (dense / "model.safetensors").touch()
+    monkeypatch.setattr(learning, "corpus_of", lambda *_: "c6d32d9a62f6")
+    monkeypatch.setattr(learning, "run_logged", lambda arguments, log: 3)
+    with pytest.raises(SystemExit, match="1 rows failed"):
+        convert.main(arguments)
+    assert [r["exit_code"] for r in read_results(results)] == [3]
+
+
+def test_the_dense_model_is_that_of_the_study_at_the_rate_that_is_given(tmp_path):
+    options = convert.parse(["run", str(tmp_path), "--rate", "1.2e-3"])
+    studied = learning.parse(["run", str(tmp_path), "--tokens", "64000000"])
+    assert convert.dense_folder(tmp_path, options) == learning.folder_of(tmp_path, "dense", studied, 0, 1.2e-3)
+    options.corpus = "c6d32d9a62f6"
+    keys = [convert.key_of(convert.result_of("dense", options, 0, 0.0, []))]
+    options.rate = 6e-4
+    keys.append(convert.key_of(convert.result_of("dense", options, 0, 0.0, [])))
+    assert keys[0] != keys[1]
 
 
 def test_every_dense_model_has_its_own_folder():
