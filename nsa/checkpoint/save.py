@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -132,6 +132,11 @@ class Saver:
         except CheckpointException as error:  # contains the errors of all ranks, each with a traceback
             reasons = {rank: _reason(cause[0]) for rank, cause in error.failures.items()}
             self._failure = "; ".join(f"rank {rank}: {why}" if self.size > 1 else why for rank, why in reasons.items())
+            with suppress(OSError):  # the next save tries again
+                if (
+                    self.rank == 0
+                ):  # no rank writes any more; these files would take the room of rows and of the summary
+                    self._remove_leftovers()
         except BaseException as error:
             self._failure = _reason(error)
 

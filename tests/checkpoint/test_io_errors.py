@@ -93,6 +93,14 @@ def test_three_failures_that_end_a_run_lie_minutes_apart(tmp_path, clock):
     assert max(clock.pauses) <= 16, "meanwhile it tries often: a scheduler that asked it to stop does not wait long"
 
 
+def test_a_save_that_failed_leaves_no_file_on_a_full_disk(tmp_path):
+    """Else it would take the last room, and the summary could not say why the run ended."""
+    with faults_armed("save.own:enospc:times=9999"), pytest.raises(CheckpointError, match="3 times in a row"):
+        train(small(ONE_VALIDATION), tmp_path)
+    assert not any((tmp_path / FOLDER).iterdir())
+    assert "No space left" in metrics_of(tmp_path)["reason"]
+
+
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(tmp_path, undisturbed, monkeypatch):
     """As on NFS while somebody reads one, or in a folder of another user."""
 
