@@ -24,7 +24,7 @@ train: setup
 	      "More text: $(BIN)/nsa generate $(RUN) --prompt 'class '"
 
 # Triton's interpreter is switched on for a whole process, which must not see a GPU: the tests would run on that.
-# tests/conftest.py shares the tests out to the workers: three for two cores where some tests wait. Rewriting all
+# tests/conftest.py shares the tests out to the workers: six for two cores, since many tests wait. Rewriting all
 # asserts takes 6 s in each, so compiled files are kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
 test: setup-dev
@@ -32,9 +32,9 @@ test: setup-dev
 
 # Side by side: most tests of one half wait for processes while those of the other compute.
 test-package:
-	$(PYTEST) -n 3 --ignore=tests/ops/triton
+	$(PYTEST) -n 4 --ignore=tests/ops/triton
 test-kernels:
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 1 tests/ops/triton
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/ops/triton
 
 # Most of a GPU test is compiling its kernels: several processes share one GPU.
 test-gpu: setup-dev

@@ -1,4 +1,4 @@
-"""Settings for every test: one CPU thread each (three test processes share two cores), a fixed seed, and an order
+"""Settings for every test: one CPU thread each (six test processes share two cores), a fixed seed, and an order
 that keeps all test processes busy to the end."""
 
 import functools
