@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 
 MAX_BYTES = 4 * 2**30
 ROOM = 2**24  # bytes; PyTorch ends the run where it cannot write a file
-WRITTEN_S = 60.0  # a file that is older is no longer being written
+WRITTEN_S = 60.0  # another process may still write an empty file that is younger
 
 
 def use_compile_cache() -> None:
