@@ -11,7 +11,7 @@ Legend: B batch, S tokens, G key/value heads, n indices per query, pair = one (b
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -183,31 +183,50 @@ def block_lists(
     """Inverts the indices: bits -> column counts -> offsets -> every query to its place. No sort; the only
     atomics set bits, so the order is fixed. `positions` [pairs, S, n] int32, if given, receives for every index where
     its query stands in `queries`; -1 where it does not, or where an equal index comes first."""
-    _, tokens, groups, chosen = indices.shape
-    (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, SPAN)
-    bits = torch.zeros(pairs, spans, count, SPAN // 32, dtype=torch.int32, device=indices.device)
+    (pairs, count), spans = (turn.pairs, turn.blocks), cdiv(indices.shape[1], SPAN)
+    queries = pairs * indices.shape[1] * indices.shape[3]
+    grid, source, sizes, shape = _choices(indices, blocks, SPAN, turn, skipped)
+    bits = mark_queries(indices, blocks, SPAN, turn, skipped)
     before = torch.empty(pairs, spans, count, dtype=torch.int32, device=indices.device)
-    lists = empty_lists(turn, chunk, pairs * tokens * chosen, indices.device)
-    padded = power_of_2(chosen)
-    at_once = max(1, min(64, 1024 // padded))
-    grid = (pairs * cdiv(tokens, at_once),)
-    take, tile, first = skipped or Skipped(bits, 0, 0)
-    source = (indices, *indices.stride(), blocks.doc_start, blocks.number, take, bits)
-    sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count, first, take.shape[1])
-    shape = {
-        "CHOSEN": chosen, "PADDED": padded, "TOKENS": at_once,
-        "SEL": blocks.size, "SPAN": SPAN, "PACKED": blocks.packed, "TILE": tile,
-    }  # fmt: skip
-    launcher(_mark_kernel, grid, indices)(*source, *sizes, **shape)
+    lists = empty_lists(turn, chunk, queries, indices.device)
     launcher(_count_kernel, (pairs * cdiv(count, 32),), indices)(
         bits, before, lists.counts, spans, count, BLOCKS=32, SPANS=16, WORDS=SPAN // 32
     )
     plan_items(lists)
     launcher(_scatter_kernel, grid, indices)(
-        *source, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,
+        *source, bits, before, lists.offsets, lists.queries, lists.queries if positions is None else positions, *sizes,
         **shape, POSITIONS=positions is not None,
     )  # fmt: skip
     return lists
+
+
+def mark_queries(indices: Tensor, blocks: Blocks, span: int, turn: Turn, skipped: Skipped | None = None) -> Tensor:
+    """[pairs, spans, J, span / 32] int32: a bit for every query of a span of `span` queries that chose a block. A span
+    has whole words or is shorter than one."""
+    grid, source, sizes, shape = _choices(indices, blocks, span, turn, skipped)
+    spans = cdiv(indices.shape[1], span)
+    bits = torch.zeros(turn.pairs, spans, turn.blocks, cdiv(span, 32), dtype=torch.int32, device=indices.device)
+    launcher(_mark_kernel, grid, indices)(*source, bits, *sizes, **shape)
+    return bits
+
+
+def _choices(
+    indices: Tensor, blocks: Blocks, span: int, turn: Turn, skipped: Skipped | None
+) -> tuple[tuple[int], tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """The grid and the arguments of the kernels that call `_chosen_numbers`."""
+    _, tokens, groups, chosen = indices.shape
+    at_once = max(1, min(64, 1024 // power_of_2(chosen)))
+    take, tile, first = skipped or Skipped(indices, 0, 0)
+    source = (indices, *indices.stride(), blocks.doc_start, blocks.number, take)
+    sizes = (
+        turn.first_pair, turn.first_block, tokens, blocks.q_offset, groups, cdiv(tokens, span), turn.blocks, first,
+        take.shape[1],
+    )  # fmt: skip
+    shape = {
+        "CHOSEN": chosen, "PADDED": power_of_2(chosen), "TOKENS": at_once,
+        "SEL": blocks.size, "SPAN": span, "PACKED": blocks.packed, "TILE": tile,
+    }  # fmt: skip
+    return (turn.pairs * cdiv(tokens, at_once),), source, sizes, shape
 
 
 @triton.jit
@@ -301,8 +320,8 @@ def _mark_kernel(
         tokens, q_offset, groups, blocks, first, tiles, CHOSEN, PADDED, TOKENS, SEL, PACKED, TILE,
     )  # fmt: skip
     cell = (local.to(tl.int64) * spans + t // SPAN) * blocks + number
-    word = bits_ptr + cell * (SPAN // 32) + (t % SPAN) // 32
-    bit = (tl.full([TOKENS, PADDED], 1, tl.int32)) << (t % 32)
+    word = bits_ptr + cell * ((SPAN + 31) // 32) + (t % SPAN) // 32
+    bit = (tl.full([TOKENS, PADDED], 1, tl.int32)) << (t % SPAN % 32)
     tl.atomic_or(word, bit, mask=number >= 0, sem="relaxed")
 
 

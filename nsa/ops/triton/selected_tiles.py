@@ -19,10 +19,11 @@ from torch import Tensor
 from nsa.ops.layout import num_blocks
 from nsa.ops.triton.flash_kernels import load_tile
 from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, head_class, launcher, power_of_2
-from nsa.ops.triton.selected_lists import Blocks, block_start, popcount
+from nsa.ops.triton.selected_lists import Blocks, Turn, block_start, mark_queries, popcount
 
 MAX_TILE_QUERIES = 32  # one bit each in half an entry
-MAX_CANDIDATES = 2048  # indices of one tile, all compared with each other
+MAX_CANDIDATES = 2048  # indices of one tile
+FEWEST_MARKED = 256  # indices of a tile from which they are marked in a table of all blocks instead of compared
 MAX_UNROLLED = 32  # indices of a query up to which loops over them are unrolled
 
 
@@ -167,14 +168,15 @@ def tile_lists(
     counts = torch.empty(pairs, tiles, 3, dtype=torch.int32, device=indices.device)
     take = None if ratio == 0.0 else torch.empty(pairs, tiles, dtype=torch.int32, device=indices.device)
     width = power_of_2(queries * chosen)
-    by_number = power_of_2(blocks.count) <= width and chosen <= MAX_UNROLLED
+    # Comparing all indices of a tile with each other is faster for few indices, or blocks many times their number.
+    by_number = width >= FEWEST_MARKED and power_of_2(blocks.count) <= min(4 * width, MAX_CANDIDATES)
+    bits = counts
     if by_number:
+        bits = mark_queries(indices, blocks, queries, Turn(0, pairs, 0, blocks.count))
         width = power_of_2(blocks.count)
-        at_once, num_warps = max(1, 256 // width), 2 if width <= 32 else cdiv(width, 512)
-    else:
-        at_once, num_warps = max(1, 512 // width), 4 if width <= 1024 else 8
+    at_once, num_warps = max(1, 512 // width), 4 if width <= 1024 else 8
     launcher(_tile_lists_kernel, (pairs * cdiv(tiles, at_once),), indices)(
-        indices, *indices.stride(), blocks.doc_start, blocks.number, blocks.starts, entries, counts,
+        indices, *indices.stride(), blocks.doc_start, blocks.starts, bits, entries, counts,
         counts if small is None else small.counts, counts if take is None else take,
         ratio, tokens, blocks.q_offset, groups, tiles, 0 if small is None else small.tiles, capacity, blocks.count,
         CHOSEN=chosen, QUERIES=queries, WIDTH=width, TILES=at_once, SEL=blocks.size, PACKED=blocks.packed,
@@ -188,7 +190,8 @@ def tile_lists(
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "small_tiles", "capacity", "blocks"])
 def _tile_lists_kernel(
     idx_ptr, stride_b, stride_s, stride_g, stride_n,
-    doc_start_ptr, number_ptr, starts_ptr, entries_ptr, counts_ptr,  # of `Blocks`; [P, tiles, capacity]; [P, tiles, 3]
+    doc_start_ptr, starts_ptr,  # of `Blocks`
+    bits_ptr, entries_ptr, counts_ptr,  # [P, tiles, blocks], with BY_NUMBER; [P, tiles, capacity]; [P, tiles, 3]
     small_counts_ptr, take_ptr,  # [P, small_tiles, 3]; [P, tiles]
     ratio, tokens, q_offset, groups, tiles, small_tiles, capacity, blocks, CHOSEN: tl.constexpr, QUERIES: tl.constexpr,
     WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr, PACKED: tl.constexpr, SUB: tl.constexpr,
@@ -200,10 +203,15 @@ def _tile_lists_kernel(
     base = idx_ptr + (pair // groups).to(tl.int64) * stride_b + (pair % groups).to(tl.int64) * stride_g
 
     if BY_NUMBER:
-        start, mask, entry = _numbers(
-            base, stride_s, stride_n, doc_start_ptr, number_ptr, starts_ptr, tile, tokens, q_offset, tiles, blocks,
-            CHOSEN, QUERIES, WIDTH, TILES, SEL, PACKED,
-        )  # fmt: skip
+        # One candidate per block of the sequence, in order.
+        number = tl.arange(0, WIDTH)[None, :]
+        start, real = number * SEL, (number < blocks) & (tile < tiles)[:, None]
+        if PACKED:
+            start = tl.load(starts_ptr + number, mask=number < blocks, other=0)
+        start += tl.zeros([TILES, WIDTH], dtype=tl.int32)
+        cell = (pair.to(tl.int64) * tiles + tile)[:, None] * blocks + number
+        mask = tl.load(bits_ptr + cell, mask=real, other=0)
+        entry = mask != 0
     else:
         start, mask, entry = _candidates(
             base, stride_s, stride_n, doc_start_ptr, tile, tokens, q_offset, tiles, CHOSEN, QUERIES, WIDTH, TILES, SEL,
@@ -286,36 +294,6 @@ def _candidates(
         mask = mask | tl.where(hit, 1 << slot, 0)
 
     return start, mask, (start >= 0) & (first == place[None, :])
-
-
-@triton.jit
-def _numbers(
-    base, stride_s, stride_n, doc_start_ptr, number_ptr, starts_ptr, tile, tokens, q_offset, tiles, blocks,
-    CHOSEN: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, SEL: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """`_candidates` with one candidate per block of the sequence, in order: fewer comparisons if a sequence has fewer
-    blocks than a tile has indices."""
-    number = tl.arange(0, WIDTH)[None, :]
-    mask = tl.zeros([TILES, WIDTH], dtype=tl.int32)
-    for slot in range(QUERIES):
-        t = tile * QUERIES + slot  # [TILES]
-        there = (t < tokens) & (tile < tiles)
-        row = base + t.to(tl.int64) * stride_s
-        first, last = tl.zeros([TILES], dtype=tl.int32), (q_offset + t) // SEL
-        if PACKED:
-            doc = tl.load(doc_start_ptr + q_offset + t, mask=there, other=0)
-            first, last = tl.load(number_ptr + doc), (q_offset + t - doc) // SEL
-        hit = number + tl.zeros([TILES, WIDTH], dtype=tl.int32) < 0
-        for i in tl.static_range(CHOSEN):
-            index = tl.load(row + i * stride_n, mask=there, other=-1)
-            visible = (index >= 0) & (index <= last)
-            hit = hit | (number == tl.where(visible, first + index, -1)[:, None])
-        mask = mask | tl.where(hit, 1 << slot, 0)
-    start = number * SEL
-    if PACKED:
-        start = tl.load(starts_ptr + number, mask=number < blocks, other=0)
-    return start + tl.zeros([TILES, WIDTH], dtype=tl.int32), mask, (mask != 0) & (number < blocks)
 
 
 NO_MASK = tl.constexpr(0)  # how an attention kernel masks the entries of a loop, in the order of the list

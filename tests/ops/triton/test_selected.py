@@ -210,15 +210,15 @@ def test_keys_that_are_not_finite_reach_only_queries_that_chose_them(method: str
 
 @pytest.mark.parametrize("borders", [None, [0, 13, 14, 50, 72]])
 @pytest.mark.parametrize("queries", [1, 10, 32])
-def test_lists_by_number_equal_lists_from_candidates(
+def test_marked_lists_equal_compared_lists(
     monkeypatch: pytest.MonkeyPatch, queries: int, borders: list[int] | None
 ) -> None:
     cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32, device=DEVICE)
     batch = 2 if borders is None else 1
     for indices in (rows_of_blocks(batch, 72, 2, SMALL), wild_indices(batch, 72, 2, SMALL)):
         found = []
-        for limit in (32, 0):
-            monkeypatch.setattr(selected_tiles, "MAX_UNROLLED", limit)
+        for limit in (1, 4096):
+            monkeypatch.setattr(selected_tiles, "FEWEST_MARKED", limit)
             blocks = selected_lists.number_blocks(72, SMALL.sel_block, cu_seqlens, torch.device(DEVICE))
             lists = selected_tiles.tile_lists(indices.to(DEVICE), blocks, queries, ratio=2.0)
             assert lists.take is not None
@@ -442,8 +442,12 @@ def test_block_lists_hold_exactly_the_queries_that_chose(packed: bool) -> None:
     assert slots <= lists.max_slots
 
 
+@pytest.mark.parametrize("marked", [1, 4096])
 @pytest.mark.parametrize("queries", [1, 5, 32])
-def test_tile_lists_hold_the_union_and_the_queries_that_chose_each_block(queries: int) -> None:
+def test_tile_lists_hold_the_union_and_the_queries_that_chose_each_block(
+    monkeypatch: pytest.MonkeyPatch, queries: int, marked: int
+) -> None:
+    monkeypatch.setattr(selected_tiles, "FEWEST_MARKED", marked)
     tokens = 130
     indices = torch.cat([rows_of_blocks(1, tokens, 1, SPEC), wild_indices(1, tokens, 1, SPEC)], 2).to(DEVICE)
     blocks = selected_lists.number_blocks(tokens, SPEC.sel_block, None, indices.device)
