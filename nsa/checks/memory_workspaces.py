@@ -104,12 +104,20 @@ def _all_gradients(measure: Measure, named: dict[str, Any]) -> float:
     do, q, spec = named["do"], named["q"], spec_of(named["spec"])
     sizes = {"cmp": {"spec": named["spec"]}, "sel": {"block": spec.sel_block}, "win": {"window": spec.window}}
     sizes["sel"]["indices"] = named["indices"]
-    workspaces = []
+    backends = [named[operator] for operator in ("cmp", "sel", "win", "mix")]
+    shares, dq_sel, workspaces = dispatch.triton_missing() is None and "reference" not in backends, q.nbytes, []
+    if shares:
+        gate, delta = named["gates"][..., 0], do.new_empty(do.shape[:3], dtype=torch.float32)
+        sizes["cmp"] |= {"gate": gate, "delta": delta}
+        sizes["sel"] |= {"delta": delta, "keep_float32": True}
+        sizes["win"] |= {"gate": gate, "delta": delta}
+        dq_sel = 4 * q.numel() if dispatch.kernels_for("sel").adds_dq(q, named["k_sel"], named["v_sel"]) else q.nbytes
     for branch in ("cmp", "sel", "win"):
         tensors = {name: named[f"{name}_{branch}"] for name in ("k", "v", "o", "lse")}
         settings = {"cu_seqlens": named["cu_seqlens"], "backend": named[branch]}
         workspaces.append(_of_backend(measure, branch, "backward", do=do, q=q, **tensors, **sizes[branch], **settings))
-    return mixing.all_gradients_workspace(do, q, named["k_cmp"], named["v_cmp"], *workspaces)
+    cmp_keys = named["k_cmp"], named["v_cmp"]
+    return mixing.all_gradients_workspace(do, q, *cmp_keys, *workspaces, shares=shares, dq_sel=dq_sel)
 
 
 def _dense_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> float:

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from nsa.ops import dispatch
-from nsa.ops.block_attention import selected_backward_node, selected_node
+from nsa.ops.block_attention import selected_node
 from nsa.ops.branches import (
     cached_selection,
-    compressed_backward_node,
     compressed_node,
     num_cmp_keys,
-    window_backward_node,
     window_node,
 )
 from nsa.ops.checks import check_gates, check_pair, check_sequence, sequence_length
@@ -114,32 +112,47 @@ def all_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, keys and values by branch, and gates. The last four arguments are backends."""
     sizes = spec_of(spec)
-    do_cmp, do_sel, do_win, dgates = mix_backward_node(do, o_cmp, o_sel, o_win, gates, mix)
+    cmp_run, sel_run, win_run, mix_run = runs = [
+        dispatch.choose(operator, backend, q, v, count=False)
+        for operator, backend, v in (("cmp", cmp, v_cmp), ("sel", sel, v_sel), ("win", win, v_win), ("mix", mix, o_cmp))
+    ]
+    # Kernels share a pass: that of the gates also computes what each branch needs of its output.
+    shares = not any(run in dispatch.REFERENCE.values() for run in runs)
+    of_cmp, of_sel, of_win = {}, {}, {}
+    if shares:
+        do_sel, dgates, delta = mix_run.gate_gradients(do, o_cmp, o_sel, o_win, gates)
+        do_cmp = do_win = do
+        of_cmp, of_sel, of_win = (
+            {"gate": gates[..., 0], "delta": delta[0]},
+            {"delta": delta[1], "keep_float32": True},
+            {"gate": gates[..., 2], "delta": delta[2]},
+        )
+    else:
+        do_cmp, do_sel, do_win, dgates = mix_run.backward(do, o_cmp, o_sel, o_win, gates)
     if cu_seqlens is not None:  # cached before the streams fork, so that neither computes it
         token_layout(q.shape[1], cu_seqlens, q.device)
     with _second_stream(q) as stream:
         with stream:
-            dq_sel, dk_sel, dv_sel = selected_backward_node(
-                do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, sizes.sel_block, cu_seqlens, 0, sel
+            dq_sel, dk_sel, dv_sel = sel_run.backward(
+                do_sel, q, k_sel, v_sel, indices, o_sel, lse_sel, sizes.sel_block, cu_seqlens, **of_sel
             )
-        dq, dk_win, dv_win = window_backward_node(
-            do_win, q, k_win, v_win, o_win, lse_win, sizes.window, cu_seqlens, 0, win
+        dq, dk_win, dv_win = win_run.backward(
+            do_win, q, k_win, v_win, o_win, lse_win, sizes.window, cu_seqlens, **of_win
         )
-        dq_cmp, dk_cmp, dv_cmp = compressed_backward_node(
-            do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, spec, cu_seqlens, 0, cmp
-        )
-    dq += dq_sel
-    dq += dq_cmp
+        dq_cmp, dk_cmp, dv_cmp = cmp_run.backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, sizes, cu_seqlens, **of_cmp)
+    dq = mix_run.add_into(dq, dq_sel, dq_cmp) if shares else dq.add_(dq_sel).add_(dq_cmp)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
 
 
 def all_gradients_workspace(
-    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp: float, sel: float, win: float
-) -> float:
-    """Bytes that `all_gradients` uses in a CUDA graph in addition to arguments and results. The last three arguments
-    are the workspaces of the branches."""
+    do: Tensor, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cmp: float, sel: float, win: float, *, shares: bool,
+    dq_sel: int,
+) -> float:  # fmt: skip
+    """Bytes that `all_gradients` uses in a CUDA graph in addition to arguments and results. `cmp`, `sel` and `win` are
+    the workspaces of the branches, `dq_sel` the bytes of a gradient of q, `shares` as in `all_gradients`."""
+    before = do.nbytes + 3 * 4 * (do.numel() // do.shape[3]) if shares else 3 * do.nbytes
     # The larger of the peaks during win and during cmp.
-    return sel + 3 * do.nbytes + q.nbytes + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
+    return before + sel + dq_sel + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
 
 
 @contextmanager

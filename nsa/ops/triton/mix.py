@@ -1,4 +1,4 @@
-"""The gated mix of the three branches and its gradients, one pass over memory each.
+"""The gated mix of the three branches and its gradients, one pass over memory each; the sum of their dQ.
 
 Computes `sum_c gates[..., c] * o_c`, summed in float32 and rounded once, for branch outputs of one dtype and gates of
 any float dtype. Both kernels are memory-bound: every element is read once and written once.
@@ -16,6 +16,8 @@ from nsa.ops.triton import launch_table
 from nsa.ops.triton.launch_table import Launch, LaunchTable, cdiv, launch_on, launcher, power_of_2, unit_last
 
 LAUNCHES = LaunchTable({("forward", "sm80"): {256: Launch(4096, 1)}, ("backward", "sm80"): {256: Launch(2048, 1)}})
+
+ADDED_AT_ONCE = 2048  # elements of a program
 
 refusal = launch_table.refusal
 
@@ -42,22 +44,51 @@ def backward(
     do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of o_cmp, o_sel, o_win and gates, each in its dtype, for the gradient `do` of `forward`."""
-    batch, tokens, heads, dim = o_cmp.shape
-    branches = (o_cmp, o_sel, o_win)
-    do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in branches)
+    do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in (o_cmp, o_sel, o_win))
     dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    _launch_backward(do, (o_cmp, o_sel, o_win), gates, (do_cmp, do_sel, do_win), None, dgates, params)
+    return do_cmp, do_sel, do_win, dgates
+
+
+def gate_gradients(
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of o_sel and gates, and for each branch the row sums of its output times its gradient, [3,B,S,H]
+    float32: for kernels of cmp and win that multiply `do` by their gate themselves."""
+    do_sel = torch.empty(o_sel.shape, dtype=o_sel.dtype, device=o_sel.device)
+    dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
+    delta = torch.empty(3, *o_sel.shape[:3], dtype=torch.float32, device=do.device)
+    _launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, do_sel, None), delta, dgates, None)
+    return do_sel, dgates, delta
+
+
+def _launch_backward(
+    do: Tensor, branches: tuple[Tensor, ...], gates: Tensor, grads: tuple[Tensor | None, ...], delta: Tensor | None,
+    dgates: Tensor, params: Launch | None,
+) -> None:  # fmt: skip
+    batch, tokens, heads, dim = do.shape
     if do.numel() == 0:
-        return do_cmp, do_sel, do_win, dgates.zero_()
-    do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, o_cmp, o_sel, o_win))
+        dgates.zero_()
+        return
+    do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, *branches))
     params = params or LAUNCHES.find("backward", do, do)
     padded, rows = _tile(dim, params)
     with launch_on(do):
         launcher(_mix_backward_kernel, (cdiv(tokens * heads, rows), batch), do)(
-            do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, tokens * heads, heads,
+            do, o_cmp, o_sel, o_win, gates, *grads, delta, dgates, tokens * heads, heads,
             *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,
         )  # fmt: skip
-    return do_cmp, do_sel, do_win, dgates
+
+
+def add_into(total: Tensor, *others: Tensor) -> Tensor:
+    """Adds two tensors of the same shape, all contiguous, to `total`: in float32, rounded once."""
+    if total.numel():
+        with launch_on(total):
+            launcher(_add_kernel, (cdiv(total.numel(), ADDED_AT_ONCE),), total)(
+                total, *others, total.numel(), SIZE=ADDED_AT_ONCE, num_warps=4
+            )
+    return total
 
 
 def _tile(dim: int, params: Launch) -> tuple[int, int]:
@@ -105,7 +136,7 @@ def _mix_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _mix_backward_kernel(
-    do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, dgates, num_rows, heads,
+    do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, delta, dgates, num_rows, heads,
     stride_db, stride_ds, stride_dh,
     stride_cb, stride_cs, stride_ch, stride_sb, stride_ss, stride_sh, stride_wb, stride_ws, stride_wh,
     stride_gb, stride_gs, stride_gh, stride_gc,
@@ -135,11 +166,30 @@ def _mix_backward_kernel(
 
     flat = b * num_rows + row
     place = (flat * D)[:, None] + d[None, :]
-    tl.store(do_cmp + place, (g_cmp[:, None] * grad).to(do_cmp.dtype.element_ty), mask=mask)
-    tl.store(do_sel + place, (g_sel[:, None] * grad).to(do_sel.dtype.element_ty), mask=mask)
-    tl.store(do_win + place, (g_win[:, None] * grad).to(do_win.dtype.element_ty), mask=mask)
+    kind = do_sel.dtype.element_ty
+    y_cmp = (g_cmp[:, None] * grad).to(kind)
+    y_sel = (g_sel[:, None] * grad).to(kind)
+    y_win = (g_win[:, None] * grad).to(kind)
+    tl.store(do_sel + place, y_sel, mask=mask)
+    if do_cmp is not None:
+        tl.store(do_cmp + place, y_cmp, mask=mask)
+        tl.store(do_win + place, y_win, mask=mask)
+    if delta is not None:  # of the rounded gradients, which the branches read
+        of_branch = tl.num_programs(1).to(tl.int64) * num_rows
+        tl.store(delta + flat, tl.sum(y_cmp.to(tl.float32) * x_cmp, axis=1), mask=live)
+        tl.store(delta + of_branch + flat, tl.sum(y_sel.to(tl.float32) * x_sel, axis=1), mask=live)
+        tl.store(delta + 2 * of_branch + flat, tl.sum(y_win.to(tl.float32) * x_win, axis=1), mask=live)
     at_gate = dgates + flat * 3
     out = dgates.dtype.element_ty
     tl.store(at_gate, tl.sum(grad * x_cmp, axis=1).to(out), mask=live)
     tl.store(at_gate + 1, tl.sum(grad * x_sel, axis=1).to(out), mask=live)
     tl.store(at_gate + 2, tl.sum(grad * x_win, axis=1).to(out), mask=live)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _add_kernel(total_ptr, a_ptr, b_ptr, numel, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    ok = at < numel
+    total = tl.load(total_ptr + at, mask=ok).to(tl.float32) + tl.load(a_ptr + at, mask=ok).to(tl.float32)
+    total += tl.load(b_ptr + at, mask=ok).to(tl.float32)
+    tl.store(total_ptr + at, total.to(total_ptr.dtype.element_ty), mask=ok)

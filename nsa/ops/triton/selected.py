@@ -46,7 +46,7 @@ LAUNCHES = LaunchTable({
     ("parts", "fp32"): {256: Launch(16, 64, 4, 1)},
 })  # fmt: skip
 
-backward = selected_backward.backward
+backward, adds_dq = selected_backward.backward, selected_backward.adds_dq
 
 
 def refusal(q: Tensor, v: Tensor) -> str | None:

@@ -67,22 +67,22 @@ class BackwardPlan:
     query: TilePlan
 
 
+def adds_dq(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether dQ is "fused" for such tensors."""
+    is_small = q.shape[2] // k.shape[2] <= FUSED_MAX_PER_GROUP and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
+    return is_small and not torch.are_deterministic_algorithms_enabled()
+
+
 def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: int) -> BackwardPlan:
     """The checked-in launch parameters for such tensors."""
-    batch, tokens, heads, _ = q.shape
-    groups, per_group = k.shape[2], heads // k.shape[2]
-    fused = (
-        per_group <= FUSED_MAX_PER_GROUP
-        and max(q.shape[3], v.shape[3]) <= FUSED_MAX_HEAD
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+    fused, rows = adds_dq(q, k, v), q.shape[0] * q.shape[1] * k.shape[2]
     gathered = LAUNCHES.find("block_fused" if fused else "block", q, v)
     is_wide = block >= WIDE.columns and head_class(q.shape[3], v.shape[3]) == 128
     if is_wide and card_of(q).kind == "sm90" and q.element_size() == 2:
         gathered = WIDE
     # On average num_selected * block queries choose a block: lists up to twice that length are not divided, and their
     # results are written once. Short sequences need shorter items to occupy the GPU.
-    items = batch * groups * tokens * num_selected // ITEMS_WANTED
+    items = rows * num_selected // ITEMS_WANTED
     chunk = min(max(256, power_of_2(items)), max(256, 2 * num_selected * block))
     query = choose_tiles(q, k, v, block, num_selected, LAUNCHES, "query_")
     return BackwardPlan("fused" if fused else "separate", gathered, chunk, query)
@@ -90,9 +90,11 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: in
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, block: int,
-    cu_seqlens: Tensor | None, params: BackwardPlan | None = None, *, q_offset: int = 0,
+    cu_seqlens: Tensor | None, params: BackwardPlan | None = None, *, q_offset: int = 0, delta: Tensor | None = None,
+    keep_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v."""
+    """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v. `delta` [B,S,H]
+    float32: the row sums of do * o, if they are known. With `keep_float32`, a fused dQ is returned as it was added."""
     if q.numel() == 0:
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
@@ -103,35 +105,27 @@ def backward(
     with launch_on(q):
         params = params or default_params(q, k, v, block, indices.shape[3])
         blocks = number_blocks(k.shape[1], block, cu_seqlens, q.device, q_offset)
-        lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)  # lse in base 2
         if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            _launch_delta(do, o, lse, lse2, delta)
+            if delta is None:
+                delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+                _launch_delta(do, o, delta)
         else:
-            dq = q.new_empty(q.shape)
-            tensors, strides = (q, k, v, o, do, lse, lse2, delta, dq), (*o.stride()[:3], *do.stride()[:3])
+            dq, delta = q.new_empty(q.shape), torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+            tensors, strides = (q, k, v, o, do, lse, delta, dq), (*o.stride()[:3], *do.stride()[:3])
             for tile_pass in selected_tiles.plan_tiles(indices, blocks, q.shape[2] // k.shape[2], params.query):
                 tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, block)
         pairs = k.shape[0] * k.shape[2]
         for turn in selected_lists.plan_turns(q.shape[1], blocks.count, pairs):
             lists = selected_lists.block_lists(indices, blocks, params.chunk, turn)
-            _launch_block(lists, blocks, params, (q, k, v, do, lse2, delta, dq, dk, dv))
-        if params.dq == "fused":
-            dq = _scaled(dq, q.shape[3] ** -0.5, q.dtype)
-    return dq, dk, dv
+            _launch_block(lists, blocks, params, (q, k, v, do, lse, delta, dq, dk, dv))
+    return dq if keep_float32 else dq.to(q.dtype), dk, dv
 
 
-def _scaled(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """x * scale in another dtype."""
-    scaled = torch.empty(x.shape, dtype=dtype, device=x.device)
-    launcher(_scale_kernel, (cdiv(x.numel(), 4096),), x)(x, scaled, scale, x.numel(), SIZE=4096, num_warps=8)
-    return scaled
-
-
-def _launch_delta(do: Tensor, o: Tensor, lse: Tensor, lse2: Tensor, delta: Tensor) -> None:
+def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
     rows = delta.numel()
     launcher(_delta_kernel, (cdiv(rows, 32),), do)(
-        do, o, lse, lse2, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
+        do, o, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
         D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
     )  # fmt: skip
 
@@ -161,28 +155,20 @@ def _launch_block(lists: BlockLists, blocks: Blocks, params: BackwardPlan, tenso
     )
 
 
-@triton.jit
-def _scale_kernel(x_ptr, out_ptr, scale, numel, SIZE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(x_ptr + at, mask=at < numel)
-    tl.store(out_ptr + at, (x * scale).to(out_ptr.dtype.element_ty), mask=at < numel)
-
-
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _delta_kernel(
     do_ptr, o_ptr,
-    lse_ptr, lse2_ptr, delta_ptr,  # [B, S, H]
+    delta_ptr,  # [B, S, H]
     stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, tokens, heads, rows, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(do * o), and lse in base 2."""
+    """delta = rowsum(do * o)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = row < rows
     head, t, b = row % heads, (row // heads) % tokens, row // heads // tokens
     d = tl.arange(0, BLOCK_D)
     do_rows = do_ptr + b * stride_db + t * stride_ds + head * stride_dh
     o_rows = o_ptr + b * stride_ob + t * stride_os + head * stride_oh
-    tl.store(lse2_ptr + row, tl.load(lse_ptr + row, mask=ok, other=0.0) * 1.4426950408889634, mask=ok)
     do = load_tile(do_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
     o = load_tile(o_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
     tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
@@ -191,7 +177,7 @@ def _delta_kernel(
 @triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks", "q_offset"])
 def _block_grads_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr,
-    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H], base 2; [B, S, H]; [B, S, H, DK] float32 without the scale, when FUSED
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; [B, S, H]; [B, S, H, DK] float32, when FUSED
     dk_ptr, dv_ptr, dk_parts_ptr,  # [B, S, G, DK] contiguous; [B, S, G, DV] contiguous; [slots, SEL, DK] float32
     dv_parts_ptr,  # [slots, SEL, DV] float32
     queries_ptr, offsets_ptr, item_block_ptr, totals_ptr, counts_ptr, item_first_ptr, slot_first_ptr,
@@ -243,7 +229,6 @@ def _block_grads_kernel(
             q_base, do_base, lse_base, delta_base, dq_base, scale, STRIDE_Q, STRIDE_DO, HEADS, PER_GROUP, ROWS, FUSED,
             WIDE, DK, DV, BLOCK_DK, BLOCK_DV, SEL % KEYS != 0, masked,
         )  # fmt: skip
-    acc_dk *= scale
     if slot_first < 0:
         out = (batch * tokens + key) * groups + group
         store_rows(dk_ptr, out, acc_dk, key_ok, DK, BLOCK_DK)
@@ -288,15 +273,15 @@ def _block_grads_rows(
         s = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, ROWS]
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         # Row constants are loaded where they are used: in the layout of a score tile they take many registers.
-        lse = tl.load(lse_base + row)
+        lse = tl.load(lse_base + row) * 1.4426950408889634
         p = tl.exp2(s * (scale * 1.4426950408889634) - lse[None, :])
         if MASKED:
             until = tl.where(at < num_queries, t, -(1 << 31))  # the last key that a row may see
             p = tl.where(key_ok[:, None] & (key[:, None] <= until[None, :]), p, 0.0)
         elif PADDED:
             p = tl.where(key_ok[:, None], p, 0.0)
-        delta = tl.load(delta_base + row)
-        ds = p * (dp - delta[None, :])
+        delta = tl.load(delta_base + row) * scale
+        ds = p * (dp * scale - delta[None, :])
         acc_dv = tl.dot(p.to(do.dtype), do, acc_dv, input_precision="ieee")
         acc_dk = tl.dot(ds.to(q.dtype), q, acc_dk, input_precision="ieee")
         if FUSED:
@@ -317,8 +302,7 @@ def _places(step, PER_GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_dq(dq_base, k, ds, row, DK: tl.constexpr, BLOCK_DK: tl.constexpr):
-    """Adds to dQ, without the scale. Also transposed, so that the result has at least the 64 rows that Hopper's
-    instruction needs."""
+    """Adds to dQ. Also transposed, so that the result has at least the 64 rows that Hopper's instruction needs."""
     dk = tl.arange(0, BLOCK_DK)
     dq = tl.trans(tl.dot(tl.trans(k), ds.to(k.dtype), input_precision="ieee"))
     dq_ptrs = dq_base + row[:, None] * DK + dk[None, :]

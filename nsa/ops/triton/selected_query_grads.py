@@ -13,7 +13,7 @@ from nsa.ops.triton.selected_tiles import KEY_MASK, decode_tile, loop_bounds, ma
 @triton.jit(do_not_specialize=["tokens", "q_offset", "groups", "tiles", "capacity", "large_tiles"])
 def query_grads_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr,
-    lse_ptr, lse2_ptr, delta_ptr, dq_ptr,  # [B, S, H]; base 2, written here; likewise; [B, S, H, DK] contiguous
+    lse_ptr, delta_ptr, dq_ptr,  # [B, S, H]; written here; [B, S, H, DK] contiguous
     entries_ptr, counts_ptr, take_ptr,  # [P, tiles, capacity]; [P, tiles, 3]; [P, large_tiles]
     stride_qb, stride_qs, stride_qh, stride_kb, stride_kg, stride_vb, stride_vg, stride_ob, stride_os,
     stride_oh, stride_db, stride_ds, stride_dh, tokens, q_offset, groups, tiles, capacity, large_tiles, scale,
@@ -22,7 +22,7 @@ def query_grads_kernel(
     STRIDE_VS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr,
     BLOCK_DV: tl.constexpr, WANTED: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
-    """dQ over the same tiles and lists as the forward kernel; also writes delta and lse in base 2."""
+    """dQ over the same tiles and lists as the forward kernel; also writes delta."""
     pair, tile, slot, t, head, row_ok = decode_tile(tokens, tiles, PER_GROUP, QUERIES, HEADS, HEAD_TILES, ROWS)
     if WANTED >= 0:
         if tl.load(take_ptr + pair * large_tiles + tile // SUB) != WANTED:
@@ -41,7 +41,6 @@ def query_grads_kernel(
     out = (batch * tokens + t) * (groups * PER_GROUP) + query_head
     tl.store(delta_ptr + out, delta, mask=row_ok)
     lse = tl.load(lse_ptr + out, mask=row_ok, other=0.0) * 1.4426950408889634
-    tl.store(lse2_ptr + out, lse, mask=row_ok)
     lse = tl.where(lse == -float("inf"), float("inf"), lse)  # a row that reads nothing
 
     k_base = k_ptr + batch * stride_kb + group * stride_kg

@@ -68,15 +68,20 @@ def size_of(branch: str, spec: NSASpec) -> NSASpec | int:
     return spec if branch == "cmp" else spec.window
 
 
-def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
+def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...], gate: Tensor | None = None) -> dict[str, Tensor]:
+    """With a gate [B, S, H], the gradient is that of gate * output."""
     tuned = dict.fromkeys(("forward", "dq", "dkv"), case.launch) if case.launch else {}
     kernels = replace(BRANCHES[branch][0], tuned=tuned)
     q, k, v, do = tensors
     borders = case.cu_seqlens()
     o, lse = kernels.forward(q, k, v, size_of(branch, case.spec), borders)
+    gated = {}
+    if gate is not None:
+        rounded = (gate.unsqueeze(3).float() * do.float()).to(do.dtype)
+        gated = {"gate": gate, "delta": (rounded.float() * o.float()).sum(3)}
     splits = mock.patch.object(flash, "num_splits", return_value=case.splits) if case.splits else nullcontext()
     with splits:
-        grads = kernels.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders)
+        grads = kernels.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders, **gated)
     return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
 
 

@@ -10,7 +10,7 @@ KERNELS = {
     "_mean_kernel", "_mean_backward_kernel", "_contract_kernel", "_contract_dx_kernel", "_contract_dweight_kernel",
     "forward_kernel", "dq_kernel", "dkv_kernel", "score_kernel", "pick_kernel", "_tile_lists_kernel",
     "_attend_kernel", "_mark_kernel", "_count_kernel", "_plan_kernel", "_scatter_kernel", "_block_grads_kernel",
-    "_mix_kernel", "_mix_backward_kernel",
+    "_mix_kernel", "_mix_backward_kernel", "_add_kernel",
     "block_max_kernel", "index_lse_kernel", "merge_lse_kernel", "loss_kernel",
     "merge_grads_kernel", "sum_keys_kernel",
     "_norm_kernel", "_norm_backward_kernel", "_activate_kernel", "_activate_backward_kernel",

@@ -35,8 +35,15 @@ def tensors(shape, dtype, gate_dtype):
 
 def check(branches, gates, do, params=None):
     exact = [x.double() for x in (*branches, gates)]
-    got = [mix.forward(*branches, gates, params), *mix.backward(do, *branches, gates, params)]
+    of_branches = mix.backward(do, *branches, gates, params)
+    got = [mix.forward(*branches, gates, params), *of_branches]
     want = [reference.forward(*exact), *reference.backward(do.double(), *exact)]
+    shared = mix.gate_gradients(do, *branches, gates)
+    assert torch.equal(shared[0], of_branches[1])
+    assert torch.equal(shared[1], of_branches[3])
+    for delta, grad, o in zip(shared[2], of_branches[:3], branches, strict=True):
+        error = (delta.double() - (grad.double() * o.double()).sum(3)).norm()
+        assert error <= 1e-6 * (grad.double().norm() * o.double().norm())
     for result, wanted, like in zip(got, want, (do, *branches, gates), strict=True):
         assert result.dtype == like.dtype
         assert result.shape == like.shape
@@ -67,10 +74,21 @@ def test_strides_do_not_matter():
     check(branches, gates, torch.ones((), device=DEVICE).expand_as(do))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_gradients_of_the_queries_are_added_in_float32(dtype):
+    total, other = (torch.randn(3, 7, 2, 160).to(dtype).to(DEVICE) for _ in range(2))
+    exact = torch.randn(3, 7, 2, 160).to(DEVICE)
+    want = (total.float() + exact + other.float()).to(dtype)
+    assert mix.add_into(total, exact, other) is total
+    assert torch.equal(total, want)
+    assert mix.add_into(total[:0], exact[:0], other[:0]).shape == (0, 7, 2, 160)
+
+
 def test_nothing_to_mix():
     branches, gates, do = tensors((2, 0, 4, 32), torch.float32, torch.float32)
     assert mix.forward(*branches, gates).shape == do.shape
     assert mix.backward(do, *branches, gates)[3].shape == gates.shape
+    assert mix.gate_gradients(do, *branches, gates)[2].shape == (3, 2, 0, 4)
 
 
 def test_float64_is_refused_with_a_reason():
