@@ -28,6 +28,7 @@ from bench.trained import Recording
 from nsa.nn.rope import rotate
 from nsa.ops import compressed_attention, nsa_attention, select_blocks
 from nsa.ops.dispatch import OPERATORS, REFERENCE, kernels_for
+from nsa.ops.mixing import all_gradients
 
 CHECK_TOKENS = 4096
 LIMIT = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -72,7 +73,7 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
     wanted = REFERENCE["cmp"].backward(do64, q.double(), k.double(), v.double(), o.double(), lse64, SPEC, None)
     for name, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
         compare(f"cmp.{name}", a, b)
-    outputs = [o]
+    outputs, kept, kept64 = [o], [o, lse], [o.double(), lse64]
     indices = kernels["select"].forward(q, k, lse, SPEC, None)
     indices64 = REFERENCE["select"].forward(q.double(), k.double(), lse64, SPEC, None)
     errors["select"] = float((indices != indices64).any(-1).float().mean())
@@ -89,6 +90,7 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
         for suffix, a, b in zip(("dq", "dk", "dv"), grads, wanted, strict=True):
             compare(f"{name}.{suffix}", a, b)
         outputs.append(o)
+        kept, kept64 = [*kept, o, lse], [*kept64, o.double(), lse64]
     gates = x.gates.detach()
     exact_mix = [t.double() for t in (*outputs, gates)]
     compare("mix", kernels["mix"].forward(*outputs, gates), REFERENCE["mix"].forward(*exact_mix))
@@ -97,6 +99,14 @@ def check(shape: Shape, make: Maker) -> dict[str, float]:
         ("dcmp", "dsel", "dwin", "dgates"), kernels["mix"].backward(do, *outputs, gates), mix64, strict=True
     ):
         compare(f"mix.{name}", a, b)
+    keys = [k, v, *(t.detach() for t in (x.k_sel, x.v_sel, x.k_win, x.v_win))]
+    settings = (indices, SPEC.as_ints(), None)
+    together = all_gradients(do, q, *keys, gates, *kept, *settings, *[None] * 4)
+    keys64 = (t.double() for t in (q, *keys, gates))
+    wanted = all_gradients(do64, *keys64, *kept64, *settings, *["reference"] * 4)
+    branches = [f"d{kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in "kv"]
+    for name, a, b in zip(("dq", *branches, "dgates"), together, wanted, strict=True):
+        compare(f"together.{name}", a, b)
     return errors
 
 
