@@ -1,7 +1,8 @@
 """Estimated floating-point operations per training token, as configured and with dense attention in every layer.
 
-A multiplication and an addition count as two operations; backward costs twice the forward pass, except that of scores
-that only select blocks, which have none. The operations of attention are averaged over the queries of one sequence,
+A multiplication and an addition count as two operations; backward costs twice the forward pass, except that frozen
+weights have no gradient and scores that only select blocks have no backward. The index loss of MSA does not count. The
+operations of attention are averaged over the queries of one sequence,
 which see different numbers of keys.
 """
 
@@ -22,11 +23,16 @@ class FlopsPerToken:
 
 
 def flops_per_token(decoder: Decoder, seq_len: int) -> FlopsPerToken:
-    matrices = decoder.num_parameters()
-    if decoder.head.weight is not decoder.embedding.weight:
-        matrices -= decoder.embedding.weight.numel()  # a lookup without arithmetic
+    lookup = decoder.embedding.weight if decoder.head.weight is not decoder.embedding.weight else None  # no arithmetic
     layers = [layer for _, layer in attention_layers(decoder)]
-    sparse = 2.0 * matrices + sum(layer.forward_flops(seq_len) for layer in layers)
-    dense = 2.0 * matrices + sum(layer.dense_flops(seq_len) for layer in layers)
-    selection = sum(layer.selection_flops(seq_len) for layer in layers)
-    return FlopsPerToken(FORWARD_AND_BACKWARD * sparse + selection, FORWARD_AND_BACKWARD * dense)
+    index = {parameter for layer in layers for parameter in layer.index_parameters()}
+    used = [parameter for parameter in decoder.parameters() if parameter is not lookup]
+    trained = [parameter for parameter in used if parameter.requires_grad]
+    # The gradient of the index ends at the input of its layer; any other passes through the whole model.
+    passes_back = any(parameter.requires_grad and parameter not in index for parameter in decoder.parameters())
+    matrices = 2.0 * sum(parameter.numel() for parameter in used)
+    products = matrices + 2.0 * sum(parameter.numel() for parameter in trained) + (matrices if passes_back else 0.0)
+    times = FORWARD_AND_BACKWARD if passes_back else 1
+    sparse = products + times * sum(layer.forward_flops(seq_len) for layer in layers)
+    sparse += sum(layer.selection_flops(seq_len) for layer in layers)
+    return FlopsPerToken(sparse, products + times * sum(layer.dense_flops(seq_len) for layer in layers))

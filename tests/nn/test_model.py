@@ -102,6 +102,24 @@ def test_attention_counts_three_times_and_scores_that_only_select_once(kind):
     assert flops_per_token(model, tokens).sparse == pytest.approx(linear + attention)
 
 
+def test_frozen_weights_have_no_gradient_to_count():
+    config = Architecture(model=TINY.model_copy(update={"attention": "msa"}), msa=MSAConfig())
+    model, tokens = build_model(config, 256, seed=0), 4096
+    whole, used = flops_per_token(model, tokens).sparse, model.num_parameters() - model.embedding.weight.numel()
+    names = [name for name, _ in model.named_parameters() if "attention.index_" not in name]
+    index = used - sum(model.get_parameter(name).numel() for name in names if not name.startswith("embedding"))
+    attention = sum(block.attention.forward_flops(tokens) for block in model.blocks)
+    for name in names:
+        if ".mlp." in name:
+            model.get_parameter(name).requires_grad_(False)
+    mlp = sum(parameter.numel() for block in model.blocks for parameter in block.mlp.parameters())
+    assert whole - flops_per_token(model, tokens).sparse == pytest.approx(2 * mlp)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    # The index alone: its gradient does not pass through the model.
+    assert whole - flops_per_token(model, tokens).sparse == pytest.approx(2 * (used - index) + 2 * used + 2 * attention)
+
+
 def test_sparse_attention_is_cheaper_on_long_sequences_and_not_on_short_ones():
     model = build_model(Architecture(model=TINY, nsa=NSAConfig()), 256, seed=0)
     short, long = (flops_per_token(model, n) for n in (512, 16_384))
