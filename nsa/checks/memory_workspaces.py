@@ -107,10 +107,9 @@ def _all_gradients(measure: Measure, named: dict[str, Any]) -> float:
     backends = [named[operator] for operator in ("cmp", "sel", "win", "mix")]
     shares, dq_sel, workspaces = dispatch.triton_missing() is None and "reference" not in backends, q.nbytes, []
     if shares:
-        gate, delta = named["gates"][..., 0], do.new_empty(do.shape[:3], dtype=torch.float32)
-        sizes["cmp"] |= {"gate": gate, "delta": delta}
-        sizes["sel"] |= {"delta": delta, "keep_float32": True}
-        sizes["win"] |= {"gate": gate, "delta": delta}
+        for taken in sizes.values():
+            taken["sums"] = do.new_empty(do.shape[:3], dtype=torch.float32)
+        sizes["sel"]["keep_float32"] = True
         dq_sel = 4 * q.numel() if dispatch.kernels_for("sel").adds_dq(q, named["k_sel"], named["v_sel"]) else q.nbytes
     for branch in ("cmp", "sel", "win"):
         tensors = {name: named[f"{name}_{branch}"] for name in ("k", "v", "o", "lse")}

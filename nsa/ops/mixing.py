@@ -116,19 +116,14 @@ def all_gradients(
         dispatch.choose(operator, backend, q, v, count=False)
         for operator, backend, v in (("cmp", cmp, v_cmp), ("sel", sel, v_sel), ("win", win, v_win), ("mix", mix, o_cmp))
     ]
-    # Kernels share a pass: that of the gates also computes what each branch needs of its output.
+    # Kernels share passes: that of the gates also reads what each branch needs of its output, and one adds dQ.
     shares = not any(run in dispatch.REFERENCE.values() for run in runs)
-    of_cmp, of_sel, of_win = {}, {}, {}
-    if shares:
-        do_sel, dgates, delta = mix_run.gate_gradients(do, o_cmp, o_sel, o_win, gates)
-        do_cmp = do_win = do
-        of_cmp, of_sel, of_win = (
-            {"gate": gates[..., 0], "delta": delta[0]},
-            {"delta": delta[1], "keep_float32": True},
-            {"gate": gates[..., 2], "delta": delta[2]},
-        )
-    else:
-        do_cmp, do_sel, do_win, dgates = mix_run.backward(do, o_cmp, o_sel, o_win, gates)
+    sums = torch.empty(3, *do.shape[:3], dtype=torch.float32, device=do.device) if shares else None
+    of_mix, of_cmp, of_sel, of_win = {}, {}, {}, {}
+    if sums is not None:
+        of_mix, of_cmp, of_win = {"sums": sums}, {"sums": sums[0]}, {"sums": sums[2]}
+        of_sel = {"sums": sums[1], "keep_float32": True}
+    do_cmp, do_sel, do_win, dgates = mix_run.backward(do, o_cmp, o_sel, o_win, gates, **of_mix)
     if cu_seqlens is not None:  # cached before the streams fork, so that neither computes it
         token_layout(q.shape[1], cu_seqlens, q.device)
     with _second_stream(q) as stream:
@@ -150,7 +145,7 @@ def all_gradients_workspace(
 ) -> float:  # fmt: skip
     """Bytes that `all_gradients` uses in a CUDA graph in addition to arguments and results. `cmp`, `sel` and `win` are
     the workspaces of the branches, `dq_sel` the bytes of a gradient of q, `shares` as in `all_gradients`."""
-    before = do.nbytes + 3 * 4 * (do.numel() // do.shape[3]) if shares else 3 * do.nbytes
+    before = 3 * do.nbytes + (3 * 4 * (do.numel() // do.shape[3]) if shares else 0)
     # The larger of the peaks during win and during cmp.
     return before + sel + dq_sel + max(win - k_cmp.nbytes - v_cmp.nbytes, q.nbytes + cmp)
 

@@ -40,14 +40,12 @@ class Compressed(IntervalAttention):
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, spec: NSASpec,
-        cu_seqlens: Tensor | None, *, q_offset: int = 0, gate: Tensor | None = None, delta: Tensor | None = None,
+        cu_seqlens: Tensor | None, *, q_offset: int = 0, sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         is_whole = cu_seqlens is None and not q_offset and not self.tuned
         if is_whole and _has_cudnn() and cudnn_is_faster("backward", q, v, spec, card_of(q)):
-            if gate is not None:
-                do = (gate.unsqueeze(3) * do).to(do.dtype)
             return self.backward_by_runs(do, q, k, v, o, lse, spec)
-        return self.attend_backward(do, q, k, v, o, lse, key_range(q, spec, cu_seqlens, q_offset), gate, delta)
+        return self.attend_backward(do, q, k, v, o, lse, key_range(q, spec, cu_seqlens, q_offset), sums)
 
     def forward_by_runs(self, q: Tensor, k: Tensor, v: Tensor, spec: NSASpec) -> tuple[Tensor, Tensor]:
         """`forward` of one sequence by cuDNN."""

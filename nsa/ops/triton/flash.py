@@ -125,21 +125,18 @@ class IntervalAttention:
 
     def attend_backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, key_range: KeyRange,
-        gate: Tensor | None = None, delta: Tensor | None = None,
+        sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of q, k, v for the gradient `do` of `attend`'s output. With a gate [B,S,H], `do` is the gradient of
-        gate * output; `delta` [B,S,H] float32, contiguous, are then the row sums of gate * do * output."""
+        """Gradients of q, k, v for the gradient `do` of `attend`'s output. `sums` [B,S,H] float32, contiguous: the row
+        sums of do * o, if they are known."""
         dq_params, dkv_params = self.launch("dq", q, v), self.launch("dkv", q, v)
         do, q, k, v, o = (unit_last(x) for x in (do, q, k, v, o))
         (batch, tokens, heads, _), (_, num_keys, groups, _) = q.shape, k.shape
         dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         lse2 = q.new_empty(batch, groups, tokens, heads // groups, dtype=torch.float32)
-        shared = {"k_ptr": k, "v_ptr": v, "lse2_ptr": lse2, "delta_ptr": torch.empty_like(lse2)}
+        delta = torch.empty_like(lse2)
+        shared = {"k_ptr": k, "v_ptr": v, "lse2_ptr": lse2, "delta_ptr": delta}
         rows, copies = _rows_of(q, do, groups) if dkv_params.tma and q.numel() else (None, (None, None))
-        scaled = do  # what dK and dV read
-        if gate is not None and copies[1] is None:
-            scaled = do.new_empty(do.shape)
-            rows, copies = None if rows is None else _rows_of(q, scaled, groups)[0], (None, scaled)
         lanes, tiles = _query_programs(q, k, dq_params)
         splits = num_splits(q, k, key_range, dkv_params, card_of(q))
         first, behind = key_range.queries_of(num_keys)
@@ -154,18 +151,16 @@ class IntervalAttention:
                 launcher(dq_kernel, (lanes * tiles,), q)(
                     **shared, q_ptr=q, o_ptr=o, do_ptr=do, lse_ptr=lse.contiguous(), dq_ptr=dq,
                     q_rows_ptr=copies[0], do_rows_ptr=copies[1],
-                    lo_ptr=key_range.lo, hi_ptr=key_range.hi, gate_ptr=gate, gated_delta_ptr=delta,
-                    **_tma_keys(k, v, dq_params), lanes=lanes, tiles=tiles,
-                    **_strides(q=q, k=k, v=v, o=o, do=do, gate=lse if gate is None else gate),
-                    **_shape_args(q, k, v, key_range, dq_params),
+                    lo_ptr=key_range.lo, hi_ptr=key_range.hi, sums_ptr=sums, **_tma_keys(k, v, dq_params), lanes=lanes,
+                    tiles=tiles, **_strides(q=q, k=k, v=v, o=o, do=do), **_shape_args(q, k, v, key_range, dq_params),
                 )  # fmt: skip
             row_tiles = _row_tiles(rows, key_range, dkv_params)
             for key in range(0, num_keys if batch * groups else 0, at_once):
                 keys = min(at_once, num_keys - key)
                 launcher(dkv_kernel, (batch * groups * splits * cdiv(keys, dkv_params.columns),), q)(
-                    **shared, q_ptr=q, do_ptr=scaled, **row_tiles, dk_ptr=dk_parts, dv_ptr=dv_parts,
+                    **shared, q_ptr=q, do_ptr=do, **row_tiles, dk_ptr=dk_parts, dv_ptr=dv_parts,
                     first_ptr=first, behind_ptr=behind, lanes=batch * groups, splits=splits, first_key=key,
-                    part_keys=keys, **_strides(q=q, k=k, v=v, do=scaled), **_shape_args(q, k, v, key_range, dkv_params),
+                    part_keys=keys, **_strides(q=q, k=k, v=v, do=do), **_shape_args(q, k, v, key_range, dkv_params),
                     maxnreg=dkv_params.maxnreg,
                 )  # fmt: skip
                 for parts, out in ((dk_parts, dk), (dv_parts, dv)) if splits > 1 else ():
@@ -200,7 +195,9 @@ def _tma_keys(k: Tensor, v: Tensor, params: Launch) -> dict[str, TensorDescripto
     }  # fmt: skip
 
 
-def _rows_of(q: Tensor, do: Tensor, groups: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
+def _rows_of(
+    q: Tensor, do: Tensor, groups: int
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | tuple[None, None]]:
     """q and do in row order, [B * G, S * h, D] each, and those of them that the dQ kernel must write first."""
     if groups == 1 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (q, do)):
         q_rows, do_rows = (x.view(-1).view(x.shape[0], -1, x.shape[3]) for x in (q, do))
@@ -256,15 +253,14 @@ def _query_programs(q: Tensor, k: Tensor, params: Launch) -> tuple[int, int]:
 
 # The kernels' names of the strides of batch, token or key, and head.
 _STRIDES = {
-    name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh"))
-    for name in ("q", "k", "v", "o", "do", "gate")
+    name: tuple(f"{name}_s{axis}" for axis in ("bng" if name in "kv" else "bsh")) for name in ("q", "k", "v", "o", "do")
 }
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
     strides: dict[str, int] = {}
     for name, x in tensors.items():
-        strides.update(zip(_STRIDES[name], x.stride(), strict=False))  # not that of a fourth dimension, which is 1
+        strides.update(zip(_STRIDES[name], x.stride(), strict=False))  # except that of the last dimension, which is 1
     return strides
 
 

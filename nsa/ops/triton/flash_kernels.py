@@ -207,17 +207,16 @@ def _pull(
 @triton.jit(do_not_specialize=["S", "N", "G", "lanes", "tiles"])
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, dq_ptr, lse2_ptr, delta_ptr, q_rows_ptr, do_rows_ptr, lo_ptr, hi_ptr,
-    gate_ptr, gated_delta_ptr, k_tma, v_tma,
-    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh, gate_sb, gate_ss,
-    gate_sh, S, N, G, lanes, tiles, scale,
+    sums_ptr, k_tma, v_tma,
+    q_sb, q_ss, q_sh, k_sb, k_sn, k_sg, v_sb, v_sn, v_sg, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
+    S, N, G, lanes, tiles, scale,
     SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, PER_GROUP: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query tile of one group. Also writes each row's sum of dO*O and its log-sum-exp in base 2 for dK and
     dV, as [B, G, S, h], and q and dO in the same order if requested. The log-sum-exp of a row that sees nothing is
-    +inf, which makes all its probabilities 0. With a gate [B, S, H], dO is that of gate * O, the sums are given
-    [B, S, H], and the product of gate and dO is always written: without a copy of q in the order of dO."""
+    +inf, which makes all its probabilities 0. If the sums [B, S, H] are given, O is not read."""
     HEADS: tl.constexpr = PER_GROUP if PER_GROUP < BLOCK_M else BLOCK_M
     QUERIES: tl.constexpr = BLOCK_M // HEADS
     HEAD_TILES: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
@@ -240,10 +239,8 @@ def dq_kernel(
     q_rows = q_ptr + b * q_sb + t * q_ss + head * q_sh
     do = load_tile(do_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
     q = load_tile(q_rows[:, None] + dk[None, :], live, dk, DK, BLOCK_DK, False)
-    if gate_ptr is not None:
-        gate = tl.load(gate_ptr + b * gate_sb + t * gate_ss + head * gate_sh).to(tl.float32)
-        do = (gate[:, None] * do.to(tl.float32)).to(do.dtype)
-        delta = tl.load(gated_delta_ptr + row)
+    if sums_ptr is not None:
+        delta = tl.load(sums_ptr + row)
     else:
         o_rows = o_ptr + b * o_sb + t * o_ss + head * o_sh
         o = load_tile(o_rows[:, None] + dv[None, :], live, dv, DV, BLOCK_DV, False)
@@ -255,8 +252,6 @@ def dq_kernel(
     if q_rows_ptr is not None:
         store_rows(q_rows_ptr, stat, q, live, DK, BLOCK_DK)
         store_rows(do_rows_ptr, stat, do, live, DV, BLOCK_DV)
-    elif gate_ptr is not None:
-        store_rows(do_rows_ptr, row, do, live, DV, BLOCK_DV)
 
     k_column, v_column = g.to(tl.int64) * k_sg, g.to(tl.int64) * v_sg
     k_ptr += b * k_sb + k_column

@@ -41,44 +41,28 @@ def forward(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: 
 
 
 def backward(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of o_cmp, o_sel, o_win and gates, each in its dtype, for the gradient `do` of `forward`."""
-    do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in (o_cmp, o_sel, o_win))
+    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, params: Launch | None = None, *,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of o_cmp, o_sel, o_win and gates, each in its dtype, for the gradient `do` of `forward`. `sums`
+    [3,B,S,H] float32, if given, receives what the backward pass of every branch needs first: the row sums of its output
+    times its gradient."""
+    batch, tokens, heads, dim = o_cmp.shape
+    branches = (o_cmp, o_sel, o_win)
+    do_cmp, do_sel, do_win = (torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in branches)
     dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-    _launch_backward(do, (o_cmp, o_sel, o_win), gates, (do_cmp, do_sel, do_win), None, dgates, params)
-    return do_cmp, do_sel, do_win, dgates
-
-
-def gate_gradients(
-    do: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of o_sel and gates, and for each branch the row sums of its output times its gradient, [3,B,S,H]
-    float32: for kernels of cmp and win that multiply `do` by their gate themselves."""
-    do_sel = torch.empty(o_sel.shape, dtype=o_sel.dtype, device=o_sel.device)
-    dgates = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
-    delta = torch.empty(3, *o_sel.shape[:3], dtype=torch.float32, device=do.device)
-    _launch_backward(do, (o_cmp, o_sel, o_win), gates, (None, do_sel, None), delta, dgates, None)
-    return do_sel, dgates, delta
-
-
-def _launch_backward(
-    do: Tensor, branches: tuple[Tensor, ...], gates: Tensor, grads: tuple[Tensor | None, ...], delta: Tensor | None,
-    dgates: Tensor, params: Launch | None,
-) -> None:  # fmt: skip
-    batch, tokens, heads, dim = do.shape
     if do.numel() == 0:
-        dgates.zero_()
-        return
-    do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, *branches))
+        return do_cmp, do_sel, do_win, dgates.zero_()
+    do, o_cmp, o_sel, o_win = (unit_last(x) for x in (do, o_cmp, o_sel, o_win))
     params = params or LAUNCHES.find("backward", do, do)
     padded, rows = _tile(dim, params)
     with launch_on(do):
         launcher(_mix_backward_kernel, (cdiv(tokens * heads, rows), batch), do)(
-            do, o_cmp, o_sel, o_win, gates, *grads, delta, dgates, tokens * heads, heads,
+            do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, sums, dgates, tokens * heads, heads,
             *do.stride()[:3], *o_cmp.stride()[:3], *o_sel.stride()[:3], *o_win.stride()[:3], *gates.stride(),
             D=dim, DP=padded, ROWS=rows, num_warps=params.num_warps,
         )  # fmt: skip
+    return do_cmp, do_sel, do_win, dgates
 
 
 def add_into(total: Tensor, *others: Tensor) -> Tensor:
@@ -136,7 +120,7 @@ def _mix_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _mix_backward_kernel(
-    do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, delta, dgates, num_rows, heads,
+    do, o_cmp, o_sel, o_win, gates, do_cmp, do_sel, do_win, sums, dgates, num_rows, heads,
     stride_db, stride_ds, stride_dh,
     stride_cb, stride_cs, stride_ch, stride_sb, stride_ss, stride_sh, stride_wb, stride_ws, stride_wh,
     stride_gb, stride_gs, stride_gh, stride_gc,
@@ -166,19 +150,18 @@ def _mix_backward_kernel(
 
     flat = b * num_rows + row
     place = (flat * D)[:, None] + d[None, :]
-    kind = do_sel.dtype.element_ty
+    kind = do_cmp.dtype.element_ty
     y_cmp = (g_cmp[:, None] * grad).to(kind)
     y_sel = (g_sel[:, None] * grad).to(kind)
     y_win = (g_win[:, None] * grad).to(kind)
+    tl.store(do_cmp + place, y_cmp, mask=mask)
     tl.store(do_sel + place, y_sel, mask=mask)
-    if do_cmp is not None:
-        tl.store(do_cmp + place, y_cmp, mask=mask)
-        tl.store(do_win + place, y_win, mask=mask)
-    if delta is not None:  # of the rounded gradients, which the branches read
+    tl.store(do_win + place, y_win, mask=mask)
+    if sums is not None:  # of the rounded gradients, which the branches read
         of_branch = tl.num_programs(1).to(tl.int64) * num_rows
-        tl.store(delta + flat, tl.sum(y_cmp.to(tl.float32) * x_cmp, axis=1), mask=live)
-        tl.store(delta + of_branch + flat, tl.sum(y_sel.to(tl.float32) * x_sel, axis=1), mask=live)
-        tl.store(delta + 2 * of_branch + flat, tl.sum(y_win.to(tl.float32) * x_win, axis=1), mask=live)
+        tl.store(sums + flat, tl.sum(y_cmp.to(tl.float32) * x_cmp, axis=1), mask=live)
+        tl.store(sums + of_branch + flat, tl.sum(y_sel.to(tl.float32) * x_sel, axis=1), mask=live)
+        tl.store(sums + 2 * of_branch + flat, tl.sum(y_win.to(tl.float32) * x_win, axis=1), mask=live)
     at_gate = dgates + flat * 3
     out = dgates.dtype.element_ty
     tl.store(at_gate, tl.sum(grad * x_cmp, axis=1).to(out), mask=live)

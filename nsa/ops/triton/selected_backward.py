@@ -90,10 +90,10 @@ def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: in
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, block: int,
-    cu_seqlens: Tensor | None, params: BackwardPlan | None = None, *, q_offset: int = 0, delta: Tensor | None = None,
+    cu_seqlens: Tensor | None, params: BackwardPlan | None = None, *, q_offset: int = 0, sums: Tensor | None = None,
     keep_float32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v. `delta` [B,S,H]
+    """Shapes as in `selected.forward`; do and o [B,S,H,Dv] -> dq, dk, dv in the shapes of q, k, v. `sums` [B,S,H]
     float32: the row sums of do * o, if they are known. With `keep_float32`, a fused dQ is returned as it was added."""
     if q.numel() == 0:
         return q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
@@ -107,25 +107,25 @@ def backward(
         blocks = number_blocks(k.shape[1], block, cu_seqlens, q.device, q_offset)
         if params.dq == "fused":
             dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-            if delta is None:
-                delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-                _launch_delta(do, o, delta)
+            if sums is None:
+                sums = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+                _launch_sums(do, o, sums)
         else:
-            dq, delta = q.new_empty(q.shape), torch.empty(lse.shape, dtype=torch.float32, device=q.device)
-            tensors, strides = (q, k, v, o, do, lse, delta, dq), (*o.stride()[:3], *do.stride()[:3])
+            dq, sums = q.new_empty(q.shape), torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+            tensors, strides = (q, k, v, o, do, lse, sums, dq), (*o.stride()[:3], *do.stride()[:3])
             for tile_pass in selected_tiles.plan_tiles(indices, blocks, q.shape[2] // k.shape[2], params.query):
                 tile_pass.launch(query_grads_kernel, tensors, strides, q.shape[3] ** -0.5, block)
         pairs = k.shape[0] * k.shape[2]
         for turn in selected_lists.plan_turns(q.shape[1], blocks.count, pairs):
             lists = selected_lists.block_lists(indices, blocks, params.chunk, turn)
-            _launch_block(lists, blocks, params, (q, k, v, do, lse, delta, dq, dk, dv))
+            _launch_block(lists, blocks, params, (q, k, v, do, lse, sums, dq, dk, dv))
     return dq if keep_float32 else dq.to(q.dtype), dk, dv
 
 
-def _launch_delta(do: Tensor, o: Tensor, delta: Tensor) -> None:
-    rows = delta.numel()
+def _launch_sums(do: Tensor, o: Tensor, sums: Tensor) -> None:
+    rows = sums.numel()
     launcher(_delta_kernel, (cdiv(rows, 32),), do)(
-        do, o, delta, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
+        do, o, sums, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
         D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
     )  # fmt: skip
 

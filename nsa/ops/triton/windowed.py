@@ -15,9 +15,9 @@ class Windowed(IntervalAttention):
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, window: int,
-        cu_seqlens: Tensor | None, *, q_offset: int = 0, gate: Tensor | None = None, delta: Tensor | None = None,
+        cu_seqlens: Tensor | None, *, q_offset: int = 0, sums: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self.attend_backward(do, q, k, v, o, lse, key_range(q, window, cu_seqlens, q_offset), gate, delta)
+        return self.attend_backward(do, q, k, v, o, lse, key_range(q, window, cu_seqlens, q_offset), sums)
 
 
 windowed = Windowed("win")

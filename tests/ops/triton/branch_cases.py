@@ -68,21 +68,20 @@ def size_of(branch: str, spec: NSASpec) -> NSASpec | int:
     return spec if branch == "cmp" else spec.window
 
 
-def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...], gate: Tensor | None = None) -> dict[str, Tensor]:
-    """With a gate [B, S, H], the gradient is that of gate * output."""
+def run_kernels(branch: str, case: Case, tensors: tuple[Tensor, ...], *, gives_sums: bool = False) -> dict[str, Tensor]:
+    """`gives_sums`: the row sums of do * o are given to the backward pass, and o is NaN."""
     tuned = dict.fromkeys(("forward", "dq", "dkv"), case.launch) if case.launch else {}
     kernels = replace(BRANCHES[branch][0], tuned=tuned)
     q, k, v, do = tensors
     borders = case.cu_seqlens()
     o, lse = kernels.forward(q, k, v, size_of(branch, case.spec), borders)
-    gated = {}
-    if gate is not None:
-        rounded = (gate.unsqueeze(3).float() * do.float()).to(do.dtype)
-        gated = {"gate": gate, "delta": (rounded.float() * o.float()).sum(3)}
+    output, known = o, {}
+    if gives_sums:
+        known, o = {"sums": (do.float() * o.float()).sum(3)}, torch.full_like(o, torch.nan)
     splits = mock.patch.object(flash, "num_splits", return_value=case.splits) if case.splits else nullcontext()
     with splits:
-        grads = kernels.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders, **gated)
-    return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
+        grads = kernels.backward(do, q, k, v, o, lse, size_of(branch, case.spec), borders, **known)
+    return dict(zip(("o", "lse", "dq", "dk", "dv"), (output, lse, *grads), strict=True))
 
 
 def run_reference(branch: str, case: Case, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:

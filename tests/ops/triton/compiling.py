@@ -159,10 +159,10 @@ def attend(plan: Plan) -> None:
     gates = tensor(plan.batch, plan.tokens, plan.heads, 3)
     mix.forward(o, o, o, gates)
     mix.backward(do, o, o, o, gates)
-    delta = mix.gate_gradients(do, o, o, o, gates)[2]
-    given = {"gate": gates[..., 0], "delta": delta[0]}
-    win.backward(do, q, k, v, o, lse, SPEC.window, borders, **given)
-    cmp.backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders, **given)
+    sums = tensor(3, *q.shape[:3], kind=torch.float32)
+    mix.backward(do, o, o, o, gates, sums=sums)
+    win.backward(do, q, k, v, o, lse, SPEC.window, borders, sums=sums[0])
+    cmp.backward(do, q, k_cmp, v_cmp, o, lse, SPEC, borders, sums=sums[0])
     mix.add_into(q, q, q)
     mlp, x, norm = dispatch.kernels_for("mlp"), tensor(4096, 768, kind=torch.float32), tensor(768, kind=torch.float32)
     mlp.normalize(x, norm, 1e-5, dtype)
