@@ -63,6 +63,7 @@ TYPES = {
     torch.int64: "*i64",
 }
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+SEVERAL = {"product_kernel", "dq_kernel"}  # kernels whose launches differ by more than sizes
 SPEC = NSASpec()
 MSA = MSASpec(num_selected=8)
 
@@ -310,14 +311,13 @@ def narrow_strides(ttir: str) -> list[str]:
 
 
 def taken(arch: int, plan: Plan, only: Sequence[str] = ()) -> list[Taken]:
-    """What each different launch takes; of the kernels in `only`, the first launch alone, or all of `product_kernel`,
-    which is several kernels in one."""
+    """What each different launch takes; of the kernels in `only`, the first launch alone, or all of SEVERAL."""
     found: dict[tuple[str, str], Taken] = {}
     with recording(arch) as launches:
         (decode if plan.new else attend)(plan)
     for kernel, args, options in launches:
         key = (kernel.__name__, str({k: v for k, v in options.items() if not isinstance(v, Tensor | TensorDescriptor)}))
-        is_first = key[0] == "product_kernel" or not any(key[0] == name for name, _ in found)
+        is_first = key[0] in SEVERAL or not any(key[0] == name for name, _ in found)
         if key not in found and (not only or (key[0] in only and is_first)):
             found[key] = measured(arch, key, *compile_launch(arch, kernel, args, options))
     return list(found.values())

@@ -78,7 +78,7 @@ def check(compiler, archs, plan, spilled, only=()):
         assert set(kernel.narrow) == NARROW.get(kernel.kernel, set()), kernel
 
 
-@pytest.mark.parametrize(("plan", "only"), [(PRODUCTION[0], ()), (PRODUCTION[1], LARGEST)], ids=str)
+@pytest.mark.parametrize(("plan", "only"), [(PRODUCTION[0], ()), (PRODUCTION[1], (*LARGEST, "dq_kernel"))], ids=str)
 def test_production_kernels_fit_the_card(compiler, plan, only):
     check(compiler, [90], plan, spilled=128, only=only)
 
