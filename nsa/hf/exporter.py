@@ -75,11 +75,13 @@ def _notes(run: TrainedRun, missing: list[str], form: stock.Form | None) -> list
         needed = f"; the form that needs neither requires {'; '.join(missing)}" if missing else ""
         return [f"for transformers with trust_remote_code=True, faster with the package nsa{needed}"]
     notes = ["for transformers 5.12 and later, without the package nsa" if form == "hf" else "for vLLM and SGLang"]
-    if sizes := stock.unusual_sizes(run.config):
-        notes.append(
-            f"warning: kernels of vLLM and SGLang need heads and blocks of 128; this model has {', '.join(sizes)}"
-        )
-    return notes
+    return [*notes, *(f"warning: {text}" for text in _limits(run))]
+
+
+def _limits(run: TrainedRun) -> list[str]:
+    sizes = stock.unusual_sizes(run.config)
+    text = f"kernels of vLLM and SGLang need heads and blocks of 128; this model has {', '.join(sizes)}"
+    return [text] if sizes else []
 
 
 def as_transformers_model(run: TrainedRun, package: str | None = None) -> NSAForCausalLM:
@@ -154,16 +156,18 @@ A language model with {papers}, trained with nsa {__version__}.
 |---|---|
 {table}
 
-{_usage(name, package, form)}
+{_usage(run, name, package, form)}
 
 The configuration of attention: `{json.dumps(attention)}`.
 """
 
 
-def _usage(name: str, package: str | None, form: stock.Form | None) -> str:
+def _usage(run: TrainedRun, name: str, package: str | None, form: stock.Form | None) -> str:
     stock_form = "It has the form of MiniMax-M3's text model and needs no code of its own"
     if form == "vllm":
-        return f"{stock_form}, for vLLM and SGLang:\n\n```sh\nvllm serve {name} --dtype bfloat16\n```"
+        warnings = [f"**Warning:** {text}." for text in _limits(run)]
+        command = f"```sh\nvllm serve {name} --dtype bfloat16\n```"
+        return "\n\n".join([f"{stock_form}, for vLLM and SGLang.", *warnings, command])
     if form == "hf":
         needs, trust = f"{stock_form} (transformers 5.12 or later).", ""
     else:

@@ -208,7 +208,9 @@ def test_the_form_for_vllm_has_its_names_and_both_places_of_its_configuration(tm
     run = make_run(tmp_path / "run", model, {})
     command = ["export", str(tmp_path / "run"), str(tmp_path / "vllm"), "--for", "vllm"]
     assert "for vLLM and SGLang" in CliRunner().invoke(app, command, catch_exceptions=False).output
-    assert "vllm serve vllm" in (tmp_path / "vllm" / "README.md").read_text()
+    card = (tmp_path / "vllm" / "README.md").read_text()
+    assert "**Warning:** kernels of vLLM and SGLang need heads and blocks of 128; this model has" in card
+    assert "vllm serve vllm" in card
     described = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert (described["model_type"], described["architectures"]) == ("minimax_m3_vl", ["MiniMaxM3SparseForCausalLM"])
     for fields in (described, described["text_config"]):
