@@ -205,7 +205,7 @@ def plot(results: Path, by: str, figure: Path) -> bool:
             title = f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens"
             axes.set(title="\n".join([title, *wrap(shared, 40)]))
             axes.set(xlabel=BY[way][0], ylabel=BY[way][1])
-            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 6 else {}))
+            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 4 else {}))
         for axes in drawn.axes[len(panels) :]:
             axes.remove()
     print(f"{figure}: {figure.stat().st_size:,} bytes")
