@@ -132,10 +132,9 @@ class Saver:
         except CheckpointException as error:  # contains the errors of all ranks, each with a traceback
             reasons = {rank: _reason(cause[0]) for rank, cause in error.failures.items()}
             self._failure = "; ".join(f"rank {rank}: {why}" if self.size > 1 else why for rank, why in reasons.items())
-            with suppress(OSError):  # the next save tries again
-                if (
-                    self.rank == 0
-                ):  # no rank writes any more; these files would take the room of rows and of the summary
+            # No rank writes any more; these files would take the room of rows and of the summary.
+            if self.rank == 0:
+                with suppress(OSError):  # the next save tries again
                     self._remove_leftovers()
         except BaseException as error:
             self._failure = _reason(error)

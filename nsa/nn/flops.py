@@ -2,8 +2,7 @@
 
 A multiplication and an addition count as two operations; backward costs twice the forward pass, except that frozen
 weights have no gradient and scores that only select blocks have no backward. The index loss of MSA does not count. The
-operations of attention are averaged over the queries of one sequence,
-which see different numbers of keys.
+operations of attention are averaged over the queries of one sequence, which see different numbers of keys.
 """
 
 from dataclasses import dataclass

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from nsa.ops import dispatch
 from nsa.ops.block_attention import selected_node
-from nsa.ops.branches import (
-    cached_selection,
-    compressed_node,
-    num_cmp_keys,
-    window_node,
-)
+from nsa.ops.branches import cached_selection, compressed_node, num_cmp_keys, window_node
 from nsa.ops.checks import check_gates, check_pair, check_sequence, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.layout import token_layout
@@ -118,11 +113,11 @@ def all_gradients(
     ]
     # Kernels share passes: that of the gates also reads what each branch needs of its output, and one adds dQ.
     shares = not any(run in dispatch.REFERENCE.values() for run in runs)
-    sums = torch.empty(3, *do.shape[:3], dtype=torch.float32, device=do.device) if shares else None
     of_mix, of_cmp, of_sel, of_win = {}, {}, {}, {}
-    if sums is not None:
-        of_mix, of_cmp, of_win = {"sums": sums}, {"sums": sums[0]}, {"sums": sums[2]}
-        of_sel = {"sums": sums[1], "keep_float32": True}
+    if shares:
+        sums = torch.empty(3, *do.shape[:3], dtype=torch.float32, device=do.device)
+        of_mix, of_cmp, of_sel, of_win = ({"sums": x} for x in (sums, *sums))
+        of_sel["keep_float32"] = True
     do_cmp, do_sel, do_win, dgates = mix_run.backward(do, o_cmp, o_sel, o_win, gates, **of_mix)
     if cu_seqlens is not None:  # cached before the streams fork, so that neither computes it
         token_layout(q.shape[1], cu_seqlens, q.device)

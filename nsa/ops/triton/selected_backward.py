@@ -75,14 +75,14 @@ def adds_dq(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def default_params(q: Tensor, k: Tensor, v: Tensor, block: int, num_selected: int) -> BackwardPlan:
     """The checked-in launch parameters for such tensors."""
-    fused, rows = adds_dq(q, k, v), q.shape[0] * q.shape[1] * k.shape[2]
+    fused = adds_dq(q, k, v)
     gathered = LAUNCHES.find("block_fused" if fused else "block", q, v)
     is_wide = block >= WIDE.columns and head_class(q.shape[3], v.shape[3]) == 128
     if is_wide and card_of(q).kind == "sm90" and q.element_size() == 2:
         gathered = WIDE
     # On average num_selected * block queries choose a block: lists up to twice that length are not divided, and their
     # results are written once. Short sequences need shorter items to occupy the GPU.
-    items = rows * num_selected // ITEMS_WANTED
+    items = q.shape[0] * q.shape[1] * k.shape[2] * num_selected // ITEMS_WANTED
     chunk = min(max(256, power_of_2(items)), max(256, 2 * num_selected * block))
     query = choose_tiles(q, k, v, block, num_selected, LAUNCHES, "query_")
     return BackwardPlan("fused" if fused else "separate", gathered, chunk, query)
@@ -124,7 +124,7 @@ def backward(
 
 def _launch_sums(do: Tensor, o: Tensor, sums: Tensor) -> None:
     rows = sums.numel()
-    launcher(_delta_kernel, (cdiv(rows, 32),), do)(
+    launcher(_sums_kernel, (cdiv(rows, 32),), do)(
         do, o, sums, *do.stride()[:3], *o.stride()[:3], do.shape[1], do.shape[2], rows,
         D=do.shape[3], BLOCK_D=power_of_2(do.shape[3]), ROWS=32, num_warps=4,
     )  # fmt: skip
@@ -156,13 +156,13 @@ def _launch_block(lists: BlockLists, blocks: Blocks, params: BackwardPlan, tenso
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
-def _delta_kernel(
+def _sums_kernel(
     do_ptr, o_ptr,
-    delta_ptr,  # [B, S, H]
+    sums_ptr,  # [B, S, H]
     stride_db, stride_ds, stride_dh, stride_ob, stride_os, stride_oh, tokens, heads, rows, D: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(do * o)."""
+    """The sums of do * o over the channels of each head."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = row < rows
     head, t, b = row % heads, (row // heads) % tokens, row // heads // tokens
@@ -171,7 +171,7 @@ def _delta_kernel(
     o_rows = o_ptr + b * stride_ob + t * stride_os + head * stride_oh
     do = load_tile(do_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
     o = load_tile(o_rows[:, None] + d[None, :], ok, d, D, BLOCK_D, True)
-    tl.store(delta_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
+    tl.store(sums_ptr + row, tl.sum(do.to(tl.float32) * o.to(tl.float32), 1), mask=ok)
 
 
 @triton.jit(do_not_specialize=["first_pair", "first_block", "chunk", "tokens", "groups", "blocks", "q_offset"])

@@ -185,8 +185,7 @@ def block_lists(
     its query stands in `queries`; -1 where it does not, or where an equal index comes first."""
     (pairs, count), spans = (turn.pairs, turn.blocks), cdiv(indices.shape[1], SPAN)
     queries = pairs * indices.shape[1] * indices.shape[3]
-    grid, source, sizes, shape = _choices(indices, blocks, SPAN, turn, skipped)
-    bits = mark_queries(indices, blocks, SPAN, turn, skipped)
+    bits, (grid, source, sizes, shape) = mark_queries(indices, blocks, SPAN, turn, skipped)
     before = torch.empty(pairs, spans, count, dtype=torch.int32, device=indices.device)
     lists = empty_lists(turn, chunk, queries, indices.device)
     launcher(_count_kernel, (pairs * cdiv(count, 32),), indices)(
@@ -200,33 +199,28 @@ def block_lists(
     return lists
 
 
-def mark_queries(indices: Tensor, blocks: Blocks, span: int, turn: Turn, skipped: Skipped | None = None) -> Tensor:
+Choices = tuple[tuple[int], tuple[Any, ...], tuple[int, ...], dict[str, Any]]
+
+
+def mark_queries(
+    indices: Tensor, blocks: Blocks, span: int, turn: Turn, skipped: Skipped | None = None
+) -> tuple[Tensor, Choices]:
     """[pairs, spans, J, span / 32] int32: a bit for every query of a span of `span` queries that chose a block. A span
-    has whole words or is shorter than one."""
-    grid, source, sizes, shape = _choices(indices, blocks, span, turn, skipped)
-    spans = cdiv(indices.shape[1], span)
-    bits = torch.zeros(turn.pairs, spans, turn.blocks, cdiv(span, 32), dtype=torch.int32, device=indices.device)
-    launcher(_mark_kernel, grid, indices)(*source, bits, *sizes, **shape)
-    return bits
-
-
-def _choices(
-    indices: Tensor, blocks: Blocks, span: int, turn: Turn, skipped: Skipped | None
-) -> tuple[tuple[int], tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-    """The grid and the arguments of the kernels that call `_chosen_numbers`."""
+    has whole words or is shorter than one. Also the grid and the arguments of kernels that call `_chosen_numbers`."""
     _, tokens, groups, chosen = indices.shape
     at_once = max(1, min(64, 1024 // power_of_2(chosen)))
     take, tile, first = skipped or Skipped(indices, 0, 0)
     source = (indices, *indices.stride(), blocks.doc_start, blocks.number, take)
-    sizes = (
-        turn.first_pair, turn.first_block, tokens, blocks.q_offset, groups, cdiv(tokens, span), turn.blocks, first,
-        take.shape[1],
-    )  # fmt: skip
+    (first_pair, pairs, first_block, count), spans = turn, cdiv(tokens, span)
+    sizes = (first_pair, first_block, tokens, blocks.q_offset, groups, spans, count, first, take.shape[1])
     shape = {
         "CHOSEN": chosen, "PADDED": power_of_2(chosen), "TOKENS": at_once,
         "SEL": blocks.size, "SPAN": span, "PACKED": blocks.packed, "TILE": tile,
     }  # fmt: skip
-    return (turn.pairs * cdiv(tokens, at_once),), source, sizes, shape
+    bits = torch.zeros(pairs, spans, count, cdiv(span, 32), dtype=torch.int32, device=indices.device)
+    grid = (pairs * cdiv(tokens, at_once),)
+    launcher(_mark_kernel, grid, indices)(*source, bits, *sizes, **shape)
+    return bits, (grid, source, sizes, shape)
 
 
 @triton.jit

@@ -172,7 +172,7 @@ def tile_lists(
     by_number = width >= FEWEST_MARKED and power_of_2(blocks.count) <= min(4 * width, MAX_CANDIDATES)
     bits = counts
     if by_number:
-        bits = mark_queries(indices, blocks, queries, Turn(0, pairs, 0, blocks.count))
+        bits, _ = mark_queries(indices, blocks, queries, Turn(0, pairs, 0, blocks.count))
         width = power_of_2(blocks.count)
     at_once, num_warps = max(1, 512 // width), 4 if width <= 1024 else 8
     launcher(_tile_lists_kernel, (pairs * cdiv(tiles, at_once),), indices)(

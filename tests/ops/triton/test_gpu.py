@@ -95,7 +95,8 @@ def test_long_sequences_agree_with_float64(tokens, borders, errors):
 @pytest.mark.parametrize("packed", [False, True])
 def test_branches_side_by_side_give_the_same_gradients(packed, monkeypatch):
     """A CUDA graph of several passes, each of which takes the memory of the one before, against a pass without a graph
-    and against autograd's branches one after the other, which differ by rounding."""
+    and against autograd's branches one after the other. There the row sums of dO * O are added in another order and dQ
+    is rounded more often: dQ, and dK of cmp and win, differ by rounding."""
     cu_seqlens = torch.tensor(PACKED, dtype=torch.int32, device="cuda") if packed else None
     tensors = draw(12, 2, 64, 64, torch.bfloat16)
     do = torch.randn_like(tensors[0])
@@ -113,8 +114,10 @@ def test_branches_side_by_side_give_the_same_gradients(packed, monkeypatch):
         torch.use_deterministic_algorithms(False)
     for got in passes:
         assert all(torch.equal(a, b) for a, b in zip(got, passes[0], strict=True))
-    errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(passes[0], want, strict=True)]
-    assert max(errors) <= LIMIT[torch.bfloat16], errors
+    rounded = {1, 2, 6}
+    for place, (a, b) in enumerate(zip(passes[0], want, strict=True)):
+        assert torch.equal(a, b) or place in rounded, place
+        assert float((a - b).float().norm() / b.float().norm()) <= LIMIT[torch.bfloat16], place
 
 
 def test_tensors_of_more_than_2_to_the_31_elements(monkeypatch):
