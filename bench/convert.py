@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import as_completed
 from pathlib import Path
@@ -54,12 +53,11 @@ DATA = (
 def dense_run(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Trains the dense model, or resumes it, unless it has finished."""
     folder = dense_folder(work, options)
-    began = time.time()
     code = 0
     if not is_finished(folder):
         overrides = learning.overrides_of(work, "dense", for_dense(options), options.seed, options.rate)
         code = run_logged(["train", learning.CONFIG, *overrides], work / f"{folder.name}.log")
-    found = result_of("dense", options, code, began, curve_of([folder], options.seq_len * options.batch_size))
+    found = result_of("dense", options, code, curve_of([folder], options.seq_len * options.batch_size))
     return found | (recall_of({"end": folder}, options) if code == 0 else {})
 
 
@@ -75,7 +73,8 @@ def recall_of(folders: dict[str, Path], options: argparse.Namespace) -> dict[str
         return {}
     measured = {when: learning.evaluate(f, options.lengths, f.with_suffix(".log")) for when, f in folders.items()}
     found = {when: found.get("recall", []) for when, (_, found) in measured.items()}
-    return {"recall": found, "exit_code": max(code for code, _ in measured.values())}
+    codes = [code for code, _ in measured.values()]  # negative after a signal
+    return {"recall": found, "exit_code": next(filter(None, codes), 0)}
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
@@ -97,7 +96,7 @@ def import_all(work: Path, options: argparse.Namespace) -> dict[str, Path]:
         sys.exit(f"{dense}: has not finished; run it first: python -m bench.convert run {work} --rows dense")
     # Different overrides give different models: each set has its own folder.
     marks = hashlib.sha256(" ".join(options.override).encode()).hexdigest()[:8]
-    made = work / "convert" / (f"{dense.name}-{marks}" if options.override else dense.name)
+    made = work / "convert" / options.corpus / (f"{dense.name}-{marks}" if options.override else dense.name)
     log = work / f"{dense.name}-convert.log"
     if not (made / "hf").exists() and run_logged(["export", str(dense), str(made / "hf")], log):
         sys.exit(f"nsa export {dense} failed; see {log}")
@@ -150,7 +149,6 @@ def batch_of(options: argparse.Namespace) -> int:
 
 
 def convert(row: str, models: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
-    began = time.time()
     stages = stages_of(row, models, options)
     code = 0
     for folder, overrides in stages:
@@ -163,7 +161,7 @@ def convert(row: str, models: dict[str, Path], options: argparse.Namespace) -> d
     if has_first and kind == "msa" and code == 0:  # its validations were those of dense attention
         first = tokens * steps_in(stages[0][1])
         curve = [curve[0], (first, start_loss(stages[0][0])), *(point for point in curve if point[0] > first)]
-    found = result_of(row, options, code, began, curve)
+    found = result_of(row, options, code, curve)
     if has_first:
         found["first_stage_tokens"] = tokens * steps_in(stages[0][1])
     return found | (recall_of({"start": models[kind], "end": stages[-1][0]}, options) if code == 0 else {})
@@ -195,9 +193,7 @@ def curve_of(folders: list[Path], step_tokens: int) -> list[tuple[int, float]]:
     return curve
 
 
-def result_of(
-    row: str, options: argparse.Namespace, code: int, began: float, curve: list[tuple[int, float]]
-) -> dict[str, Any]:
+def result_of(row: str, options: argparse.Namespace, code: int, curve: list[tuple[int, float]]) -> dict[str, Any]:
     return {
         "row": row,
         "changes": " ".join(learning.further_of(options)),
@@ -210,7 +206,6 @@ def result_of(
         "tokens": curve[-1][0] if curve else 0,
         "val_loss": curve[-1][1] if curve and not code else None,
         "curve": curve,
-        "seconds": round(time.time() - began, 1),
         "runs_at_once": options.jobs,
     }
 
@@ -228,36 +223,27 @@ def run(work: Path, options: argparse.Namespace) -> None:
     options.corpus = learning.corpus_of(work, options.tokenizer)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     is_lost = rows == ["dense"] and not is_finished(dense_folder(work, options))  # trained on another machine
-    wanted = [row for row in rows if is_lost or key_of(result_of(row, options, 0, 0.0, [])) not in done]
+    wanted = [row for row in rows if is_lost or key_of(result_of(row, options, 0, [])) not in done]
     failed = 0
     if "dense" in wanted:
-        failed += record(dense_run(work, options), results)
+        failed += learning.record(dense_run(work, options), results)
         wanted.remove("dense")
     if wanted:
         models = import_all(work, options)
         with learning.row_pool(options.jobs) as pool:
             running = [pool.submit(convert, row, models, options) for row in wanted]
-            failed += sum(record(finished.result(), results) for finished in as_completed(running))
+            failed += sum(learning.record(finished.result(), results) for finished in as_completed(running))
     if failed:
         sys.exit(f"{failed} rows failed; their logs are in {work}")
 
 
-def record(result: dict[str, Any], results: Results) -> bool:
-    """True if the row failed."""
-    results.append(result)
-    ended = f"exit code {result['exit_code']}" if result["exit_code"] else result["val_loss"]
-    print(f"{result['row']}: {ended} after {result['seconds']} s", flush=True)
-    return result["exit_code"] != 0
-
-
 def finished_rows(results: Path) -> dict[str, dict[str, Any]]:
-    """The last result of every row that finished, on the corpus of the last of all; those of conversions with the loss
-    of the same dense model."""
+    """The last result of every row that finished, of the dense model that the last row of all has, and converted with
+    the same overrides; with the loss of that dense model."""
     found = [r for r in read_results(results) if r["exit_code"] == 0 and r["val_loss"] is not None]
-    found = [r for r in found if r.get("corpus") == found[-1].get("corpus")]
-    dense = {key_of(r)[1:]: r for r in found if r["row"] == "dense"}
-    rows = {r["row"]: r | {"dense_loss": dense[key_of(r)[1:]]["val_loss"]} for r in found if key_of(r)[1:] in dense}
-    return dict(sorted(rows.items(), key=lambda item: ["dense", *ROWS].index(item[0])))
+    rows = {r["row"]: r for r in found if key_of(r)[1:] == key_of(found[-1])[1:]}
+    kept = sorted(rows, key=["dense", *ROWS].index) if "dense" in rows else []
+    return {row: rows[row] | {"dense_loss": rows["dense"]["val_loss"]} for row in kept}
 
 
 def cells_of(r: dict[str, Any]) -> list[str]:
@@ -360,7 +346,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path)
     parser.add_argument("override", nargs="*", help="further overrides of every run")
     add_dirty_option(parser)
-    parser.set_defaults(tasks="pairs")
+    parser.set_defaults(tasks="pairs", corpus="")
     options = parser.parse_intermixed_args(arguments)
     options.tokens = options.tokens or (144_000_000 if options.recall else 64_000_000)
     options.batch_size = options.batch_size or (RECALL_BATCH if options.recall else BATCH)

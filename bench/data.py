@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +39,8 @@ from nsa.data.build import Data, build_data
 from nsa.data.corpus import Tokenised
 from nsa.data.loader import Prefetcher
 from nsa.data.token_shards import ShardTokens, open_shards, write_manifest, write_shard
-from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, load_tokenizer
+from nsa.data.tokenizers import GPT2Tokenizer, Tokenizer, byte_letters, load_tokenizer
+from nsa.data.vocabulary import train_bpe
 from nsa.data.waiting import Activity, Waiter
 from nsa.errors import NSAError
 
@@ -49,7 +51,6 @@ LOAD_TARGET, PREPARE_TARGET, STREAM_TARGET, CHECK_TARGET = 20e6, 30.0, 2e6, 0.2
 # Beside the tokenizer, a stream unpacks, hashes and copies every text; over HTTP the server works on the same cores.
 OF_TOKENIZER = 0.85
 FIRST_BATCH_S = DataConfig().first_batch_s
-END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -133,41 +134,27 @@ def write_txt(folder: Path, texts: Sequence[str], join: int = 1) -> Path:
 # --- tokenizers ---
 
 
-def train_bpe(library: str, file: Path) -> None:
-    """A byte-level BPE with GPT-2's pattern, for machines that do not have GPT-2's own."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Library(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=16_384,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    some = [library[i : i + 100_000] for i in range(0, min(len(library), 4_000_000), 100_000)]
-    tokenizer.train_from_iterator(some, trainer)
-    tokenizer.save(str(file))
-
-
-def gpt2_like(file: Path) -> tuple[str, Tokenizer]:
-    """GPT-2's tokenizer if its files are in the cache, else the trained vocabulary in the same library."""
-    with environment(HF_HUB_OFFLINE="1"):
+def gpt2_like(library: str, work: Path) -> tuple[str, Tokenizer]:
+    """GPT-2's tokenizer if its files are in the cache, else a vocabulary with its pattern in the same library."""
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
         try:
             return "gpt2", load_tokenizer("gpt2")
         except NSAError:
             pass
-    from tokenizers import pre_tokenizers
-
-    letters = sorted(map(ord, pre_tokenizers.ByteLevel.alphabet()))
-    unseen = iter(sorted(set(range(256)) - set(letters)))  # written as the letters from 256 on, in this order
-    byte_of = {chr(letter): letter if letter < 256 else next(unseen) for letter in letters}
-    vocabulary: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"]
-    tokens = sorted(vocabulary.keys() - {END}, key=vocabulary.__getitem__)
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    vocabulary: dict[str, int] = json.loads(bpe_file(library, work).read_text(encoding="utf-8"))["model"]["vocab"]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     ranks = {bytes(byte_of[letter] for letter in token): rank for rank, token in enumerate(tokens)}
     return "BPE of 16k, tiktoken", GPT2Tokenizer(ranks)
+
+
+def bpe_file(library: str, work: Path) -> Path:
+    """A vocabulary of 16k, trained once."""
+    file = work / "tokenizer.json"
+    if not file.exists():
+        pieces = (library[i : i + 100_000] for i in range(0, len(library), 100_000))
+        train_bpe(pieces, file, vocab_size=16_384, max_bytes=4_000_000)
+    return file
 
 
 def alone(tokenizer: Tokenizer, texts: Sequence[str]) -> tuple[int, float]:
@@ -304,8 +291,7 @@ def run_prepare(name: str, path: Path, folder: Path) -> Result:
 def bench_stream(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
     texts = make_texts(library, 2, count=sizes.stream_groups * sizes.stream_rows)
     mirror = write_parquet(work / "mirror", texts, sizes.stream_rows)
-    train_bpe(library, work / "tokenizer.json")
-    kinds = [gpt2_like(work / "tokenizer.json"), ("bytes", load_tokenizer("bytes"))]
+    kinds = [gpt2_like(library, work), ("bytes", load_tokenizer("bytes"))]
     tries = sizes.repeats
     for name, tokenizer in kinds:
         yield best_of(tries, partial(stream, f"stream a mirror, {name}", tokenizer, texts, [str(mirror)]))
@@ -313,7 +299,7 @@ def bench_stream(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
         for name, tokenizer in kinds if found else ():
             yield best_of(tries, partial(stream, f"stream over HTTP, {name}", tokenizer, texts, []))
     if sizes is not QUICK:
-        slow, half = load_tokenizer(str(work / "tokenizer.json")), sorted(map(str, mirror.rglob("*.parquet")))[:4]
+        slow, half = load_tokenizer(str(bpe_file(library, work))), sorted(map(str, mirror.rglob("*.parquet")))[:4]
         some = texts[: len(texts) // 2]
         yield best_of(tries, partial(stream, "stream a mirror, tokenizer.json of 16k", slow, some, half))
 
@@ -339,20 +325,6 @@ def stream(name: str, tokenizer: Tokenizer, texts: Sequence[str], paths: list[st
 
 
 @contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
 def hub(mirror: Path) -> Iterator[bool]:
     """The test suite's hub on this machine, in place of the real one; False where the tests are not installed."""
     try:
@@ -362,7 +334,7 @@ def hub(mirror: Path) -> Iterator[bool]:
         return
     with HubServer(mirror) as server:
         local = {"HF_ENDPOINT": server.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
-        with environment(**local, no_proxy="127.0.0.1"):
+        with mock.patch.dict(os.environ, **local, no_proxy="127.0.0.1"):
             yield True
 
 
@@ -372,7 +344,7 @@ def bench_first(work: Path, sizes: Sizes, library: str) -> Iterator[Result]:
     # Two row groups for every lane: the one it reads and the one that is read ahead.
     texts = make_texts(library, 4, count=2 * BATCH * sizes.first_rows)
     mirror = write_parquet(work / "first", texts, sizes.first_rows)
-    bpe, tokenizer = gpt2_like(work / "tokenizer.json")
+    bpe, tokenizer = gpt2_like(library, work)
     for name, source, path, chosen in (
         (f"text folder of {sizes.first_text_mb} MB, bytes", "text", pages, load_tokenizer("bytes")),
         ("mirror, bytes", "fineweb_edu", mirror, load_tokenizer("bytes")),

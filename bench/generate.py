@@ -61,14 +61,17 @@ def bytes_of_step(config: Config, model: Decoder, context: int, batch: int) -> d
     """The bytes that a step must read: every weight once, and the cached tokens that the layers read."""
     weights = model.num_parameters() - (0 if config.model.tied_head else model.embedding.weight.numel())
     spec, sizes = config.nsa.spec(), config.model
-    window = min(context, spec.window)
+    window, msa = min(context, spec.window), config.msa
     tokens = {
         "nsa": num_compressed(context, spec) + min(context, spec.num_selected * spec.sel_block) + window,
         "dense": context,
         "window": window,
+        "msa": min(context, msa.num_selected * msa.block),
     }
     per_token = sizes.n_kv_heads * (sizes.head_dim_k + sizes.head_dim_v) * TYPE.itemsize
     cached = batch * per_token * sum(tokens[kind] for kind in sizes.layer_kinds())
+    index_keys = context * (msa.index_dim or sizes.head_dim_k) * TYPE.itemsize
+    cached += batch * index_keys * sizes.layer_kinds().count("msa")
     return {"weights": weights * TYPE.itemsize, "cache": cached}
 
 
@@ -164,6 +167,7 @@ def main() -> int:
                     sizes = {"model": name, "attention": attention, "error": found}
                     results.append(sizes | measure(config, model, context, batch, options.bandwidth))
                     print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+                    file.write(bandwidth_tbs=options.bandwidth, results=results)
                     torch.cuda.empty_cache()
             del model
     for row in results:
@@ -172,7 +176,6 @@ def main() -> int:
         place = [row["model"], row["attention"], f"{row['context']:,}", str(row["batch"])]
         table.add_row(*place, *numbers, f"{row['of_limit']:.2f}x")
     Console(width=120).print(table)
-    file.write(bandwidth_tbs=options.bandwidth, results=results)
     return 0
 
 

@@ -41,7 +41,7 @@ from bench.learning_report import BY, FIGURES, PAGE, RESULTS, plot, show, write_
 from bench.learning_rows import RATE, RECALL_RATE, ROWS, key_of, read_results
 from bench.output import Results, add_dirty_option
 from nsa.config import load_config
-from nsa.run_folder import HEARTBEAT, TRAINING, read_events, read_rows
+from nsa.run_folder import TRAINING, read_rows
 
 RECALL_RESULTS = Path("bench/results/recall-h200.jsonl")
 CONFIG = "configs/m7c_125m.yaml"
@@ -154,7 +154,7 @@ def folder_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: 
     kind += "" if options.tokenizer == "bpe" else f"{options.tokenizer}-"
     further = " ".join(further_of(options))
     mark = f"-{hashlib.sha256(further.encode()).hexdigest()[:8]}" if further else ""
-    return work / "runs" / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}{mark}"
+    return work / "runs" / options.corpus / f"{kind}{row}-{options.seq_len}-{steps_of(options)}-s{seed}-lr{lr:g}{mark}"
 
 
 def further_of(options: argparse.Namespace) -> list[str]:
@@ -215,15 +215,14 @@ def run_row(work: Path, row: str, options: argparse.Namespace, seed: int, lr: fl
         "tokens": steps_of(options) * options.seq_len * options.batch_size,
         "seed": seed,
         "lr": lr,
-        "corpus": corpus_of(work, options.tokenizer),
+        "corpus": options.corpus,
         "exit_code": code,
         "val_loss": None if code else metrics.get("val_loss"),
         "val_bits_per_byte": None if code else metrics.get("val_bits_per_byte"),
         "parameters": about.get("parameters"),
         "flops_per_token": about.get("flops_per_token"),
         "curve": validations(folder),
-        "seconds": seconds_of(folder),
-        "step_seconds": step_seconds(folder),
+        "step_seconds": None if options.jobs > 1 else step_seconds(folder),
         "runs_at_once": options.jobs,
         "reason": metrics.get("reason"),
         **({"tasks": options.tasks, "eval": measured} if measured else {}),
@@ -249,16 +248,6 @@ def run_logged(arguments: list[str], log: Path) -> int:
         return subprocess.run(
             [sys.executable, "-m", "nsa", *arguments], stdout=file, stderr=subprocess.STDOUT
         ).returncode
-
-
-def seconds_of(folder: Path) -> float:
-    """The duration of a run over all its starts, each from its boot to its last event."""
-    clocks: list[list[float]] = []
-    for event in read_events(folder) if HEARTBEAT.path(folder, 0).exists() else ():
-        if event["event"] == "boot" or not clocks:
-            clocks.append([])
-        clocks[-1].append(event["clock"])
-    return round(sum(start[-1] - start[0] for start in clocks), 1)
 
 
 def training_rows(folder: Path) -> list[dict[str, str]]:
@@ -291,28 +280,29 @@ def run(work: Path, options: argparse.Namespace) -> None:
     if unknown:
         sys.exit(f"--rows: {unknown[0]!r} is not a row; the rows are {', '.join(ROWS)}")
     results = Results(options.results, options.allow_dirty)
-    tokens, corpus = steps_of(options) * options.seq_len * options.batch_size, corpus_of(work, options.tokenizer)
-    given = " ".join(further_of(options))
+    tokens, given = steps_of(options) * options.seq_len * options.batch_size, " ".join(further_of(options))
+    options.corpus = corpus_of(work, options.tokenizer)
     done = {key_of(r) for r in read_results(options.results) if r["exit_code"] == 0}
     wanted = [
         (row, seed, lr)
         for seed in (int(seed) for seed in options.seeds.split(","))
         for lr in (float(lr) for lr in options.rates.split(","))
         for row in options.rows.split(",")
-        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, corpus, given) not in done
+        if (row, options.tokenizer, options.seq_len, tokens, seed, lr, options.tasks, options.corpus, given) not in done
     ]
-    failed = 0
     with row_pool(options.jobs) as pool:
         running = [pool.submit(run_row, work, row, options, seed, lr) for row, seed, lr in wanted]
-        for finished in as_completed(running):
-            result = finished.result()
-            results.append(result)
-            ended = f"exit code {result['exit_code']}" if result["exit_code"] else result["val_loss"]
-            name = f"{result['row']}, seed {result['seed']}, rate {result['lr']:g}"
-            print(f"{name}: {ended} after {result['seconds']} s", flush=True)
-            failed += result["exit_code"] != 0
+        failed = sum(record(finished.result(), results) for finished in as_completed(running))
     if failed:
         sys.exit(f"{failed} of {len(wanted)} rows failed; their logs are in {work}")
+
+
+def record(result: dict[str, Any], results: Results) -> bool:
+    """True if the row failed."""
+    results.append(result)
+    ended = f"exit code {result['exit_code']}" if result["exit_code"] else result["val_loss"]
+    print(f"{result['row']}, seed {result['seed']}, rate {result['lr']:g}: {ended}", flush=True)
+    return result["exit_code"] != 0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -337,6 +327,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, help="plot: default: beside --results")
     parser.add_argument("override", nargs="*", help="further overrides of every row")
     add_dirty_option(parser)
+    parser.set_defaults(corpus="")
     options = parser.parse_intermixed_args(arguments)
     is_recall = options.action == "recall"
     options.rows = options.rows or ("pattern-1-1,window" if is_recall else "dense,nsa,pattern-1-3,pattern-1-1")

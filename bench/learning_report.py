@@ -128,14 +128,15 @@ Lines = dict[Line, dict[float, float]]
 
 
 def lines_by(found: list[dict[str, Any]], by: str) -> dict[tuple[Any, ...], Lines]:
-    """For each tokenizer, context, number of tokens and further overrides: the lines of a table or panel, each with its
-    points."""
+    """For each tokenizer, context, number of tokens, tasks of recall and further overrides: the lines of a table or
+    panel, each with its points."""
     groups: dict[tuple[Any, ...], Lines] = {}
     for r in found:
         own, shared = own_and_shared(r)
+        tasks = r.get("tasks", "pairs").removeprefix("pairs")
         line = Line(r["row"], own, None if by == "rate" else r["lr"], None if by == "seed" else r["seed"])
         if points := BY[by][2](r):
-            groups.setdefault((*key_of(r)[1:4], shared), {}).setdefault(line, {}).update(points)
+            groups.setdefault((*key_of(r)[1:4], f"{tasks} {shared}".strip()), {}).setdefault(line, {}).update(points)
     return dict(sorted(groups.items()))
 
 

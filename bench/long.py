@@ -232,7 +232,13 @@ def rank_share(seq_len: int, options: argparse.Namespace) -> dict[str, Any]:
     states: Any = import_module("nsa.train.state")
     model, kinds = config.model, config.model.layer_kinds()
     heads = {"num_kv_heads": model.n_kv_heads, "head_dim_k": model.head_dim_k, "head_dim_v": model.head_dim_v}
-    traffic = [formula.bytes_per_layer(kind, seq_len, ranks, 0, config.nsa.spec(), **heads) for kind in kinds]
+    index = config.msa.index_dim or model.head_dim_k
+    traffic = [
+        formula.bytes_per_layer(
+            kind, seq_len, ranks, 0, config.nsa.spec(), index_dim=index if kind == "msa" else 0, **heads
+        )
+        for kind in kinds
+    ]
     device = pick_device(options.device)
     with numerics(config.runtime), silent_ranks(ranks) as group:
         own: dict[str, Any] = {"context": context.Context(None, ranks)}

@@ -95,10 +95,10 @@ def main() -> int:
             row |= measure(model, options.tokens, chunk, options.repeats)
             results.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
+            file.write(config=options.config, tokens=options.tokens, results=results)
             times = [row["whole_s"], row["chunks_s"], row["chunks_s"] / row["whole_s"], row["decode_kernels_s"]]
             table.add_row(attention, str(chunk), *(f"{value:.3f}" for value in times))
     Console(width=120).print(table)
-    file.write(config=options.config, tokens=options.tokens, results=results)
     return 0
 
 

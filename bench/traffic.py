@@ -41,7 +41,7 @@ def bytes_per_layer(
     """
     length = padded_length(tokens, size) // (2 * size)
     gathered, widths = 2 * length * (kind != "window"), list[int]()
-    if kind != "dense":
+    if kind in ("nsa", "window"):
         assert spec is not None, "the sizes of nsa and window layers"
         widths.append(spec.window - 1)
         if kind == "nsa":

@@ -36,7 +36,7 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
     A model that `nsa.hf.stock` can express is written as MiniMax-M3, which transformers loads without this package.
     Returns notes for the user: whether that is so, or else which settings prevent it, and warnings.
 
-    folder    must be new or empty and is created atomically
+    folder    must be new or empty; a new one is created atomically, and an empty one gets config.json last
     package   address of this package for pip, for the model card; None means the repository in its metadata, if any
     form      hf: for transformers; vllm: for vLLM and SGLang, ConfigError if the model cannot be written as MiniMax-M3;
               nsa: with the code of this package in any case, so that transformers trains the index of MSA
@@ -48,7 +48,8 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
     if missing and form == "vllm":
         raise ConfigError(f"{run.weights}: vLLM has no class for this model; it needs {'; '.join(missing)}")
     stock_form = None if missing else stock_form
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    is_there = folder.exists()  # it may be a mount point, or the working directory of a shell
+    aside = (folder if is_there else folder.parent) / f".{folder.name}.{secrets.token_hex(8)}"
     try:
         aside.mkdir(parents=True)
         tokenizer = fast_tokenizer(run.tokenizer, run.config.train.seq_len, run.chat_template)
@@ -60,9 +61,11 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
         tokenizer.save_pretrained(aside)
         GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **_special_tokens(run)).save_pretrained(aside)
         (aside / "README.md").write_text(model_card(run, folder.name, package, stock_form))
-        if folder.exists():
-            folder.rmdir()
-        aside.rename(folder)
+        if is_there:
+            for path in sorted(aside.iterdir(), key=lambda path: path.name == HF_CONFIG):
+                path.rename(folder / path.name)
+        else:
+            aside.rename(folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {error}") from None
     finally:

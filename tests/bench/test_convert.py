@@ -72,6 +72,10 @@ def test_a_row_whose_recall_was_not_measured_has_failed(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="1 rows failed"):
         convert.main(arguments)
     assert [r["exit_code"] for r in read_results(results)] == [3]
+    options = convert.parse(arguments)
+    ends = iter([(0, {}), (-9, {})])
+    monkeypatch.setattr(learning, "evaluate", lambda *_: next(ends))
+    assert convert.recall_of({"start": dense, "end": dense}, options)["exit_code"] == -9, "killed by a signal"
 
 
 def test_the_dense_model_is_that_of_the_study_at_the_rate_that_is_given(tmp_path):
@@ -79,9 +83,9 @@ def test_the_dense_model_is_that_of_the_study_at_the_rate_that_is_given(tmp_path
     studied = learning.parse(["run", str(tmp_path), "--tokens", "64000000"])
     assert convert.dense_folder(tmp_path, options) == learning.folder_of(tmp_path, "dense", studied, 0, 1.2e-3)
     options.corpus = "c6d32d9a62f6"
-    keys = [convert.key_of(convert.result_of("dense", options, 0, 0.0, []))]
+    keys = [convert.key_of(convert.result_of("dense", options, 0, []))]
     options.rate = 6e-4
-    keys.append(convert.key_of(convert.result_of("dense", options, 0, 0.0, [])))
+    keys.append(convert.key_of(convert.result_of("dense", options, 0, [])))
     assert keys[0] != keys[1]
 
 
@@ -97,7 +101,7 @@ def row(name, loss, **more):
     options = convert.parse(["run"])
     options.corpus = "a corpus"
     curve = [(0, loss + 0.5), (3_000_000, loss + 0.1), (6_389_760, loss)]
-    return convert.result_of(name, options, 0, 0.0, curve) | more
+    return convert.result_of(name, options, 0, curve) | more
 
 
 def test_the_page_shows_the_measured_results(tmp_path, capsys):
@@ -108,6 +112,7 @@ def test_the_page_shows_the_measured_results(tmp_path, capsys):
     convert.write_page(results, figure, page)
     assert page.read_text() == "before\n" + "Not measured on a GPU yet.\n".join(convert.MARKS) + "after\n"
     rows = [row("dense", 3.0), row("two-stages", 3.03, first_stage_tokens=1_000_000), row("second-stage-alone", 3.09)]
+    rows.insert(0, row("dense-continued", 2.0, seed=1))
     failed = row("dense-continued", 1.0) | {"exit_code": 1}
     results.write_text("".join(json.dumps(r) + "\n" for r in [*rows, failed]))
     convert.write_page(results, figure, page)

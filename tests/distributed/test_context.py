@@ -298,6 +298,9 @@ def test_bytes_of_a_layer():
     gathered, halos = 7 * (2 * chunk + 2 * (chunk // 16 + 1)), 2 * (511 + 31)
     assert sent.forward == 2 * numbers * (gathered + halos)
     assert sent.backward == 2 * numbers * gathered + 4 * numbers * (gathered + halos)
+    sizes = {"num_kv_heads": 4, "head_dim_k": 128, "head_dim_v": 128, "index_dim": 64}
+    msa = bytes_per_layer("msa", 1 << 20, 8, 1, spec, **sizes)
+    assert msa.forward == 2 * (numbers + 64) * 7 * 2 * chunk
 
 
 def test_impossible_layouts_are_refused():

@@ -3,6 +3,8 @@
 import copy
 import json
 import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -260,6 +262,17 @@ def test_unsupported_features_are_refused_by_name(exported):
         model.gradient_checkpointing_enable(offload=True)
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_model(None, exported)
+
+
+def test_an_empty_folder_is_filled_and_not_replaced(run, exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as the shell of somebody who exports to "."
+    monkeypatch.setattr("nsa.hf.exporter.model_card", mock.Mock(side_effect=OSError("disk full")))
+    with pytest.raises(CheckpointError, match="cannot be written: disk full"):
+        export_model(run, Path())
+    assert not any(Path().iterdir())
+    monkeypatch.setattr("nsa.hf.exporter.model_card", model_card)
+    export_model(run, Path())
+    assert {path.name for path in Path().iterdir()} == {path.name for path in exported.iterdir()}
 
 
 def test_the_cache_can_be_used_by_hand(run, exported):
