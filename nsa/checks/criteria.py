@@ -15,6 +15,7 @@ from nsa.checks.trials import Outcome
 from nsa.config.schema import ReadinessConfig
 from nsa.formatting import short
 from nsa.inspect.reading import RunView
+from nsa.inspect.run_files import number
 
 WARMUP_SHARE = 0.1  # share of the steps, in which kernels compile and caches fill, that does not count for speed
 
@@ -59,12 +60,11 @@ def judge_run(
 
 def stability(outcome: Outcome) -> Criterion:
     """Judges whether the run finished all steps, without a hang or a non-finite step."""
-    view, config = outcome.view, outcome.trial.config
-    wanted, done = config.train.steps, view.step if view else 0
-    skipped = int(np.nansum(view.training.column("skipped"))) if view else 0
-    problem = outcome.reason
-    if not problem and skipped and config.runtime.precision != "fp16":  # fp16 skips steps to find its loss scale
-        problem = f"{skipped} steps were not finite and were skipped"
+    view = outcome.view
+    wanted, done = outcome.trial.config.train.steps, view.step if view else 0
+    # Without the steps in which fp16 finds its loss scale.
+    skipped = int(number(view.metrics.get("skipped_steps"), 0.0)) if view else 0
+    problem = outcome.reason or (f"{skipped} steps were not finite and were skipped" if skipped else "")
     measured = f"{done} of {wanted} steps" + (f", {skipped} skipped" if skipped else "")
     return Criterion("stability", f"{wanted} steps, no hang, all finite", measured, not problem, problem)
 

@@ -213,8 +213,11 @@ class Diagnosis:
             failing = [name for name, attempt in tried.items() if attempt.failure == kind]
             if failing:
                 case, self.smallest = alone[failing[0]], tried[failing[0]]
-            if alone and not failing:
+            if alone and not any(attempt.failure for attempt in tried.values()):
                 self.advice.append("Each branch alone passes: look at the gates and at runtime.kernels.mix.")
+            elif alone and not failing:
+                other = "; ".join(f"{name}: {attempt.failure or 'passes'}" for name, attempt in tried.items())
+                self.advice.append(f"No branch alone fails in this way: {other}.")
             elif len(failing) < len(alone):
                 self.advice.append(f"Branches that fail alone: {', '.join(failing)}. Their operators are at fault.")
         whole = case
@@ -223,8 +226,9 @@ class Diagnosis:
             case = whole.smaller(f"{layers // 2} of {self.config.model.n_layers} layers", fewer)
             attempt = self._try(case, limit_s)
             if attempt.failure != kind:
-                why = "memory, or numbers that grow from layer to layer"
-                self.advice.append(f"It fails with {layers} layers, not with {layers // 2}: {why}.")
+                other = f"fails in another way with {layers // 2}: {attempt.failure}"
+                passes = f"passes with {layers // 2}: look at memory, or at numbers that grow from layer to layer"
+                self.advice.append(f"It fails with {layers} layers and {other if attempt.failure else passes}.")
                 return
             self.smallest = attempt
 

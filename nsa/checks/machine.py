@@ -38,7 +38,8 @@ class Finding:
     advice: str = ""
 
 
-def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -> list[Finding]:
+def inspect_machine(config: Config, nproc: int, folders: list[Path], vocab_size: int) -> list[Finding]:
+    """Checks the machine for a run. Its checkpoints may be written into any of `folders`."""
     with torch.device("meta"):
         model = build_model(config, vocab_size, seed=0)
     state = STATE_BYTES * model.num_parameters()
@@ -48,7 +49,7 @@ def inspect_machine(config: Config, nproc: int, folder: Path, vocab_size: int) -
         *_versions(),
         *_gpus(config, nproc),
         Finding("batch", True, batch),
-        *_room(folder, (config.checkpoint.keep + 2) * state + SPARE_BYTES, 2 * state),
+        *_room(folders, (config.checkpoint.keep + 2) * state + SPARE_BYTES, 2 * state),
     ]
 
 
@@ -90,12 +91,14 @@ def _gpus(config: Config, nproc: int) -> Iterator[Finding]:
         yield Finding(f"GPU {index} memory", used < MAX_FOREIGN_SHARE * total, found, advice)
 
 
-def _room(folder: Path, disk: int, memory: int) -> Iterator[Finding]:
-    """Checks free disk space, free host memory and the limit of open files."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+def _room(folders: list[Path], disk: int, memory: int) -> Iterator[Finding]:
+    """Checks free space on the disks of the folders, free host memory and the limit of open files."""
+    paths = [folder.absolute() for folder in folders]
+    existing = [next(path for path in (folder, *folder.parents) if path.exists()) for folder in paths]
     advice = f"checkpoints need {disk / 2**30:.1f} GiB: free some, lower checkpoint.keep or choose another folder"
-    yield Finding("disk", free >= disk, f"{free / 2**30:.1f} GiB free at {existing}", advice)
+    for folder in {folder.stat().st_dev: folder for folder in reversed(existing)}.values():
+        free = shutil.disk_usage(folder).free
+        yield Finding("disk", free >= disk, f"{free / 2**30:.1f} GiB free at {folder}", advice)
     free = psutil.virtual_memory().available
     advice = f"saving copies the state to the host: {memory / 2**30:.1f} GiB are needed"
     yield Finding("host memory", free >= memory, f"{free / 2**30:.1f} GiB available", advice)

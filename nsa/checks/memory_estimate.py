@@ -237,7 +237,9 @@ class Planner:
         in_parts = self.config.runtime.compile and self.config.parallel.context > 1
         kinds = [g for g in GRANULARITIES[more:] if g in COMPILED_IN_PARTS or not in_parts]
         options = {f"runtime.gradient_checkpointing={g}": self.estimate(None, g) for g in kinds}
-        _, usable = self.fit(card)
+        ddp = self.config.parallel.ddp
+        has_passes = ddp.safe_mode or not ddp.static_graph  # a static graph needs one pass a step
+        usable = self.fit(card)[1] if has_passes else 0
         if usable:
             options[f"train.micro_batch={usable}"] = self.estimate(usable)
         if self.strategy == "ddp":
@@ -245,7 +247,8 @@ class Planner:
             options["parallel.strategy=fsdp"] = estimate(sharded, self.nproc)
         fitting = {setting: found for setting, found in options.items() if found.needed_gib <= card.gib}
         if not fitting:
-            setting, smallest = "train.micro_batch=1 runtime.gradient_checkpointing=block", self.estimate(1, "block")
+            setting = "train.micro_batch=1 " * has_passes + "runtime.gradient_checkpointing=block"
+            smallest = self.estimate(1 if has_passes else None, "block")
             if smallest.needed_gib > card.gib:
                 needed = f"even {setting} needs {smallest.needed_gib:.1f} GiB"
                 return [f"a larger card, more GPUs with parallel.strategy=fsdp, or a shorter train.seq_len: {needed}"]

@@ -1,6 +1,7 @@
 """Inspects the machine or the kernels in a separate process, so that a crash or a hang ends only the probe.
 
-`python -m nsa.checks.probe machine|kernels CONFIG NPROC FOLDER RESULT` writes its findings as JSON.
+`python -m nsa.checks.probe machine|kernels CONFIG NPROC FOLDER OUT_DIR RESULT` writes its findings as JSON. OUT_DIR may
+be empty.
 """
 
 import json
@@ -13,6 +14,7 @@ from typing import Any
 from nsa.checks.trials import Trial, environment, write_trial_config
 from nsa.config import Config, load_config
 from nsa.errors import NSAError
+from nsa.files import expand_home
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ def run_probe(kind: str, trial: Trial) -> ProbeResult:
     write_trial_config(trial)
     folder = trial.folder.parent
     result = folder / f"{kind}.json"
-    command = [sys.executable, "-m", __name__, kind, str(trial.config_file), str(trial.nproc), str(folder), str(result)]
+    folders = [str(folder), trial.config.train.out_dir or ""]
+    command = [sys.executable, "-m", __name__, kind, str(trial.config_file), str(trial.nproc), *folders, str(result)]
     result.unlink(missing_ok=True)
     try:
         ended = subprocess.run(  # noqa: S603
@@ -54,23 +57,24 @@ def describe(finding: dict[str, Any]) -> str:
     return f"{part} is off by {finding['error']:.1e}, {finding['limit']:.0e} is allowed"
 
 
-def find(kind: str, config: Config, nproc: int, folder: Path) -> list[dict[str, Any]]:
+def find(kind: str, config: Config, nproc: int, folders: list[Path]) -> list[dict[str, Any]]:
     """Returns the findings as plain values."""
     if kind == "machine":
         from nsa.checks.machine import inspect_machine
         from nsa.data.tokenizers import tokenizer_for
 
         vocab_size = tokenizer_for(config.data).vocab_size
-        return [asdict(finding) for finding in inspect_machine(config, nproc, folder, vocab_size)]
+        return [asdict(finding) for finding in inspect_machine(config, nproc, folders, vocab_size)]
     from nsa.checks.kernels import check_kernels
     from nsa.parallel.world import pick_device
 
     return [{**asdict(check), "ok": check.ok} for check in check_kernels(config, pick_device(config.runtime.device))]
 
 
-def main(kind: str, config_file: str, nproc: str, folder: str, result: str) -> int:
+def main(kind: str, config_file: str, nproc: str, folder: str, out_dir: str, result: str) -> int:
+    folders = [Path(folder), *([expand_home(out_dir)] if out_dir else [])]
     try:
-        found = find(kind, load_config(config_file), int(nproc), Path(folder))
+        found = find(kind, load_config(config_file), int(nproc), folders)
     except NSAError as error:
         print(error)
         return error.exit_code

@@ -116,7 +116,7 @@ class ReadinessCheck:
     def run(self) -> list[Phase]:
         """Removes the runs of an earlier check and runs all four phases in order."""
         phases, scale = list[Phase](), self.scale
-        self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs; the first one shows how long")
+        self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs")
         for folder in self.folder.glob("phase[0-3]*/"):
             shutil.rmtree(folder, ignore_errors=True)
         for key, check in zip(TITLES, (self._phase0, self._phase1, self._phase2, self._phase3), strict=True):
@@ -160,9 +160,6 @@ class ReadinessCheck:
             target = f"{size}, checkpointing {config.runtime.gradient_checkpointing}"
             measured = f"done in {outcome.seconds:.1f} s" if outcome.passed else "failed"
             phase.criteria.append(Criterion(name, target, measured, outcome.passed, outcome.reason))
-            if name == "one step" and outcome.passed:
-                left = seconds(self.remaining_s(outcome))
-                self.progress.note(f"at most {left} to go, if every step is as slow as this one")
 
     def _phase1(self, phase: Phase) -> None:
         self._train(phase, short_run(changed(self.config, SYNTHETIC_DATA), self.scale.synthetic))
@@ -202,18 +199,6 @@ class ReadinessCheck:
         killed = self._run(phase, f"killed in step {killed_at}", self._trial("phase3-killed", config, fault))
         resumed = self._run(phase, "resumed", self._trial("phase3-killed", config))
         phase.criteria.append(_judge_resume(whole, killed, resumed))
-
-    def remaining_s(self, first: Outcome) -> float:
-        """Returns an upper bound of the remaining time from a run of one step, which also compiles. It assumes that
-        every run takes as long to start, save and validate, that no step is slower, and that a validation takes less
-        time than training on its sequences."""
-        assert first.view is not None
-        step_s = float(first.view.training.column("step_s")[0])
-        train, scale = self.config.train, self.scale
-        runs = (scale.synthetic, scale.data, scale.resume, scale.resume + scale.save_every)
-        validations = sum((steps - 1) // train.eval_every for steps in runs) if train.eval_every else 0
-        steps = scale.total + validations * train.eval_sequences / train.batch_size
-        return steps * step_s + 5 * (first.seconds - step_s)
 
 
 def _judge_machine(probed: ProbeResult) -> Criterion:

@@ -15,7 +15,7 @@ from typing import Any
 from nsa import __version__
 from nsa.checks.pages import Section, cell, write_files
 from nsa.checks.readiness import FULL, Phase, ReadinessCheck
-from nsa.checks.trials import Outcome, format_command, last_lines
+from nsa.checks.trials import Outcome, format_command
 from nsa.errors import ConfigError, reworded
 from nsa.formatting import clock, one_line, plain, seconds, short
 from nsa.inspect.run_report import page
@@ -97,7 +97,7 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         **{name: getattr(outcome, name) for name in ("exit_code", "timed_out", "seconds", "reason")},
         "folder": str(trial.folder),
         "log": str(trial.log_file),
-        "last_lines": [] if outcome.passed else last_lines(outcome.trial.log_file),
+        "last_lines": [] if outcome.passed else list(outcome.last_lines),
     }
 
 

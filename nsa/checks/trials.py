@@ -27,7 +27,15 @@ from nsa.errors import CheckpointError, HangError, LaunchError, reworded
 from nsa.files import make_folder, read_regular, regular, write_whole
 from nsa.inspect.reading import RunView, read_run
 from nsa.plain_yaml import dump_yaml
-from nsa.run_folder import CHECKPOINTS_FOLDER, HEARTBEAT, NONFINITE_FOLDER, WEIGHTS_FILE, read_events, stack_dumps
+from nsa.run_folder import (
+    CHECKPOINTS_FOLDER,
+    HEARTBEAT,
+    LOCK_FILE,
+    NONFINITE_FOLDER,
+    WEIGHTS_FILE,
+    read_events,
+    stack_dumps,
+)
 
 POLL_S = 0.25
 DUMP_S = 3.0  # time for the ranks to write their stacks before they are killed
@@ -80,6 +88,7 @@ class Outcome:
     seconds: float
     reason: str  # why the trial failed; empty if it passed
     view: RunView | None = None  # its folder at the end; None if it wrote nothing
+    last_lines: tuple[str, ...] = ()  # of its output
 
     @property
     def passed(self) -> bool:
@@ -129,7 +138,7 @@ def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: fl
     """Judges a run by its folder and the exit code of its launcher, None after the time limit."""
     metrics, done, wanted = view.metrics if view else {}, view.step if view else 0, trial.config.train.steps
     own, reason = metrics.get("exit_code"), ""
-    timer = _dumped_by_timer(trial.folder) if code else ""
+    timer, printed = _dumped_by_timer(trial.folder) if code else "", last_lines(trial.log_file)
     exit_code = HangError.exit_code if code is None or timer else own if code and isinstance(own, int) and own else code
     if timer:
         reason = f"exit code {code}: hang in C code that held the GIL; {timer}"
@@ -137,11 +146,11 @@ def outcome_of(trial: Trial, view: RunView | None, code: int | None, seconds: fl
         place = f"after step {done}" if done else "before its first step"
         reason = f"did not end within {trial.limit_s:g} s: it stopped {place}"
     elif exit_code:
-        printed = [line for line in last_lines(trial.log_file) if line.strip()]
-        reason = f"exit code {exit_code}: {metrics.get('reason') or (printed[-1] if printed else 'no output')}"
+        last = next(filter(str.strip, reversed(printed)), "no output")
+        reason = f"exit code {exit_code}: {metrics.get('reason') or last}"
     elif done != wanted or metrics.get("status") != "done":
         reason = f"ended with success after {done} of {wanted} steps"
-    return Outcome(trial, exit_code, code is None, seconds, reason, view)
+    return Outcome(trial, exit_code, code is None, seconds, reason, view, tuple(printed))
 
 
 def _dumped_by_timer(folder: Path) -> str:
@@ -165,7 +174,7 @@ def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil
     """Yields the process, and a set for its descendants. Kills all of them at the end, also if this process is
     interrupted or the launcher has died."""
     members: set[psutil.Process] = set()
-    with open(trial.log_file, "wb", opener=regular) as log:
+    with open(trial.log_file, "ab" if trial.folder.exists() else "wb", opener=regular) as log:
         process = subprocess.Popen(  # noqa: S603
             trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(trial.faults)
         )
@@ -185,6 +194,20 @@ def prepare_to_launch() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise LaunchError("started by torchrun; start it without torchrun: --nproc N starts the processes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def hold_results(folder: Path) -> Iterator[None]:
+    """Locks the folder of a check, which replaces the trials of an earlier check. Raises LaunchError if the folder
+    holds files and was never locked."""
+    from nsa.train.folder import Claim
+
+    with reworded(LaunchError, f"--out: {str(folder)!r} cannot be used", "choose another folder"):
+        is_foreign = folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK_FILE).exists()
+    if is_foreign:
+        raise LaunchError(f"--out: {folder} holds files that are not of a check; choose a new or empty folder")
+    with Claim(folder, "--out").hold():
+        yield
 
 
 def environment(faults: str = "") -> dict[str, str]:

@@ -30,16 +30,15 @@ def doctor(
 
     from nsa.checks.diagnose import Diagnosis
     from nsa.checks.progress import Progress
-    from nsa.checks.trials import prepare_to_launch
+    from nsa.checks.trials import hold_results, prepare_to_launch
     from nsa.config import load_config
-    from nsa.train.folder import Claim
 
     prepare_to_launch()
     folder = out or Path("runs") / f"{config.stem}-doctor"
     resolved = load_config(config, all_overrides(overrides, override), os.environ)
     progress = Progress(Console(highlight=False, soft_wrap=True))
     diagnosis = Diagnosis(resolved, folder, progress, nproc, steps, limit)
-    with Claim(folder).hold():
+    with hold_results(folder):
         with progress:
             diagnosis.run()
         written = diagnosis.write()

@@ -146,7 +146,8 @@ def folder_name(file: Path, config: Config) -> str:
         plain = flat(load_config(file).to_dict())
     except ConfigError:  # the file is valid only with its overrides
         return file.stem
-    changed = {key: value for key, value in flat(config.to_dict()).items() if plain[key] != value}
+    items = flat(config.to_dict()).items()
+    changed = {key: value for key, value in items if key not in plain or plain[key] != value}
     parts = [f"{key.rpartition('.')[2]}={_word(value)}" for key, value in changed.items()]
     name = ",".join([file.stem, *parts])
     if len(name) > LONGEST_NAME:

@@ -47,8 +47,7 @@ def ready(
     from nsa.checks.progress import Progress
     from nsa.checks.readiness import FULL, QUICK, QUICK_ON_CPU, ReadinessCheck
     from nsa.checks.ready_report import HTML_FILE, build_result, compare, headline, read_baseline, write_pages
-    from nsa.checks.trials import prepare_to_launch, usable_gpus
-    from nsa.train.folder import Claim
+    from nsa.checks.trials import hold_results, prepare_to_launch, usable_gpus
 
     prepare_to_launch()
     before = read_baseline(baseline) if baseline else None
@@ -58,7 +57,7 @@ def ready(
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
     console = Console(highlight=False)
-    with Claim(folder).hold(), Progress(console) as progress:
+    with hold_results(folder), Progress(console) as progress:
         check = ReadinessCheck(resolved, folder, processes, scale, progress, arguments)
         result = build_result(check, check.run(), config, tuple(given))
         if before is not None:

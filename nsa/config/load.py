@@ -231,7 +231,9 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
 def _section_of(tree: dict[str, Any], keys: tuple[str, ...], origin: str) -> dict[str, Any]:
     """Returns the section that contains the last key; creates missing sections."""
     for depth, key in enumerate(keys[:-1], start=1):
-        tree = tree.setdefault(key, {})
+        if tree.get(key) is None:  # an optional section may be null
+            tree[key] = {}
+        tree = tree[key]
         if not isinstance(tree, dict):
             name = ".".join(keys[:depth])
             raise ConfigError(f"{origin}: '{name}' is not a section; set its value with {name}=VALUE")

@@ -13,7 +13,7 @@ from nsa.errors import ConfigError
 from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.reading import RunView
 from nsa.inspect.report_plots import lines, smoothed
-from nsa.inspect.run_files import Numbers, number
+from nsa.inspect.run_files import Numbers, lookup, number
 from nsa.inspect.run_report import grid, page, shown_value
 from nsa.inspect.svg import STYLES, Curve, Plot
 from nsa.plain_yaml import flat
@@ -47,7 +47,10 @@ def utilisation(view: RunView) -> float:
     if not view.on_gpu or not isinstance(gpus, list) or view.env.get("precision") not in ("bf16", "fp16"):
         return math.nan
     peak = next((peak for part, peak in _PEAK.items() if re.search(rf"{part}\b", str(gpus[0]))), math.nan)
-    return view.recent("toks_per_s") * number(view.env.get("flops_per_token")) / (peak * max(1, view.world_size))
+    # Tokens without a target are computed too, which toks_per_s does not count.
+    tokens = number(lookup(view.config, "train.batch_size")) * number(lookup(view.config, "train.seq_len"))
+    rate = tokens / view.recent("step_s")
+    return rate * number(view.env.get("flops_per_token")) / (peak * max(1, view.world_size))
 
 
 def _names(views: Sequence[RunView]) -> list[str]:

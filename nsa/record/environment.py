@@ -44,11 +44,18 @@ def _version(package: str) -> str | None:
 
 def commit() -> str | None:
     """The commit of the checkout that holds this package, or None; ends in "-dirty" if tracked files are modified.
-    Benchmark results and the pages about them are ignored: they change while one commit is measured."""
+    Benchmark results and the pages about them are ignored: they change while one commit is measured. A package that is
+    installed inside another repository has no commit."""
     folder, others = Path(__file__).parents[2], (":!bench/results", ":!docs")
-    status = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", "."]
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10)  # noqa: S603
+
     try:
-        asked = subprocess.run([*status, *others], capture_output=True, text=True, timeout=10)  # noqa: S603
+        if git("ls-files", "--error-unmatch", str(Path(__file__).relative_to(folder))).returncode:
+            return None
+        asked = git("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--", ".", *others)
     except (OSError, subprocess.TimeoutExpired):
         return None
     head = re.match(r"# branch\.oid ([0-9a-f]+)\n", asked.stdout)

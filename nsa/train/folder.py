@@ -82,10 +82,11 @@ def _listed(names: set[str], most: int = 5) -> str:
 
 
 class Claim:
-    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost."""
+    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost. Errors in locking
+    name the `option` that gave the folder."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, option: str = "train.out_dir"):
+        self.folder, self.option = folder, option
         self._lock: IO[str] | None = None
         self._lost = False
 
@@ -94,7 +95,7 @@ class Claim:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
         folder = self.folder
         caught = (OSError, ValueError)  # ValueError: a name with a NUL character
-        with reworded(LaunchError, f"train.out_dir: {str(folder)!r} cannot be used", "choose another folder", caught):
+        with reworded(LaunchError, f"{self.option}: {str(folder)!r} cannot be used", "choose another folder", caught):
             folder.mkdir(parents=True, exist_ok=True)
             lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
         with lock:
@@ -102,9 +103,9 @@ class Claim:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 problem = f"another run is writing into {folder}; wait for it or choose another folder"
-                raise LaunchError(f"train.out_dir: {problem}") from None
+                raise LaunchError(f"{self.option}: {problem}") from None
             except OSError as error:
-                raise LaunchError(f"train.out_dir: {folder} cannot be locked: {error.strerror}") from None
+                raise LaunchError(f"{self.option}: {folder} cannot be locked: {error.strerror}") from None
             remove_unfinished(folder)
             shutil.rmtree(folder / REMOVED, ignore_errors=True)
             self._lock = lock

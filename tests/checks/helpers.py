@@ -62,7 +62,7 @@ def ready_here(
         return trial_here(trial, on_progress, armed, leave)
 
     def run_probe(kind: str, trial: Trial) -> ProbeResult:
-        return ProbeResult(find(kind, trial.config, trial.nproc, trial.folder.parent))
+        return ProbeResult(find(kind, trial.config, trial.nproc, [trial.folder.parent]))
 
     with patch.multiple("nsa.checks.readiness", run_trial=run_trial, run_probe=run_probe):
         phases = check.run()

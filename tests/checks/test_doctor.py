@@ -156,7 +156,7 @@ def test_layers_are_halved_for_as_long_as_it_fails(tmp_path):
     layers = [f"single process, cmp alone, {count} of 12 layers" for count in (6, 3, 1)]
     assert found.names[5:] == layers
     assert found.smallest == layers[1]
-    assert "It fails with 3 layers, not with 1" in found.advice
+    assert "It fails with 3 layers and passes with 1: look at memory" in found.advice
     assert [trial.config.train.init_from for trial in found.trials][-3:] == [None] * 3, "of another depth"
 
 
@@ -170,6 +170,10 @@ def test_a_smaller_trial_that_fails_in_another_way_does_not_count(tmp_path):
     found = diagnose(tmp_path, lambda config: (1 if config.nsa.force_branch is None else 5, 5.0), model=ONE_LAYER)
     assert found.outcomes["single process, cmp alone"] == "non-finite numbers"
     assert found.smallest == "single process"
+    assert "No branch alone fails in this way: cmp: non-finite numbers; sel: non-finite numbers" in found.advice
+    found = diagnose(tmp_path, lambda config: (1 if config.model.n_layers > 1 else 2, 5.0))
+    assert found.smallest == "single process, cmp alone"
+    assert "It fails with 2 layers and fails in another way with 1: crash (exit code 2)" in found.advice
 
 
 @pytest.mark.parametrize(("attention", "branch"), [("dense", None), ("nsa", "win")])

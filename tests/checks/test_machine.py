@@ -1,6 +1,7 @@
 """The environment guard finds what does not fit the run, and utilisation is that of the least busy GPU."""
 
 from collections import namedtuple
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ Usage = namedtuple("Usage", "total used free")
 
 def found(tmp_path, nproc: int = 1, **sections: dict) -> dict[str, machine.Finding]:
     config = parse_config({**TINY, **sections}, "test")
-    return {finding.what: finding for finding in inspect_machine(config, nproc, tmp_path / "not" / "yet", 300)}
+    return {finding.what: finding for finding in inspect_machine(config, nproc, [tmp_path / "not" / "yet"], 300)}
 
 
 def test_a_machine_that_fits_the_run_has_no_bad_finding(tmp_path):
@@ -36,6 +37,17 @@ def test_too_little_of_anything_is_found_with_advice(tmp_path, monkeypatch):
     assert set(bad) == {"torch", "disk", "host memory", "open files"}
     assert "checkpoint.keep" in bad["disk"].advice
     assert bad["open files"].advice == "raise it: ulimit -n 4096"
+
+
+def test_the_disk_of_the_run_is_checked_too(tmp_path, monkeypatch):
+    """`nsa ready` writes its results into one folder, and the run its checkpoints into another."""
+    other = Path("/dev/shm")
+    if not other.is_dir() or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(0, 0, 10 if path == other else 10**15))
+    findings = inspect_machine(parse_config(TINY, "test"), 1, [tmp_path, tmp_path / "run", other / "no" / "run"], 300)
+    disks = {finding.found: finding.ok for finding in findings if finding.what == "disk"}
+    assert disks == {f"931322.6 GiB free at {tmp_path}": True, f"0.0 GiB free at {other}": False}
 
 
 def test_missing_gpus_are_found(tmp_path, monkeypatch):

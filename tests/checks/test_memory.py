@@ -379,6 +379,11 @@ def test_advice_names_no_setting_that_is_refused():
     assert any("gradient_checkpointing=block" in line for line in lines)
     for line in lines:
         config_of(BASE, *SMALL, *shared, line.split(" ")[0])
+    static = ["parallel.strategy=ddp", "parallel.ddp.static_graph=true"]  # a step is one pass
+    planner = Planner(config_of(BASE, *SMALL, *static), 2)
+    assert not any("micro_batch" in line for line in planner.advice(Card("any", planner.estimate(1).needed_gib)))
+    (line,) = planner.advice(Card("any", 0.9 * planner.estimate(1, "block").needed_gib))
+    assert line.startswith("a larger card")
 
 
 def test_memory_that_is_not_counted_is_named():

@@ -2,14 +2,18 @@
 
 import json
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from nsa.checks.probe import run_probe
-from nsa.checks.trials import Outcome, Trial, changed, outcome_of, run_trial
+from nsa.checks.trials import Outcome, Trial, changed, hold_results, outcome_of, run_trial
+from nsa.cli.main import app
 from nsa.config import load_config, parse_config
+from nsa.errors import LaunchError
 from nsa.inspect.reading import read_run
 from tests.checks.helpers import write_config
 from tests.record.runs import HEADER, training_row
@@ -78,6 +82,36 @@ def test_a_crash_that_wrote_stacks_is_a_crash(tmp_path):
         tmp_path, {"status": "running"}, "error: no room\n", TIMER.replace("Timeout", "Fatal Python error")
     )
     assert (outcome.exit_code, outcome.reason) == (1, "exit code 1: error: no room")
+
+
+def test_the_output_of_a_trial_is_not_that_of_its_second_start(tmp_path):
+    """`nsa ready` kills a run and starts it again in the same folder."""
+    trial = Trial(load_config(write_config(tmp_path)), tmp_path / "run", nproc=1, limit_s=60.0)
+    killed = run_trial(replace(trial, faults="step.begin:kill:hit=1"))
+    resumed = run_trial(replace(trial, arguments=("--no-such-option",)))
+    assert (killed.exit_code, resumed.exit_code) == (-9, 2)
+    assert killed.last_lines
+    assert "--no-such-option" in resumed.reason
+    assert "--no-such-option" not in "".join(killed.last_lines)
+    assert trial.log_file.read_text().startswith("\n".join(killed.last_lines[:3]))
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    notes = tmp_path / "mine" / "trials" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("precious")
+    config, out = str(write_config(tmp_path)), str(tmp_path / "mine")
+    for command in ("doctor", "ready"):
+        ended = CliRunner().invoke(app, [command, config, "--out", out])
+        assert isinstance(ended.exception, LaunchError)
+        assert "--out: " in str(ended.exception)
+        assert "holds files that are not of a check" in str(ended.exception)
+    assert notes.read_text() == "precious"
+    for _ in range(2):
+        with hold_results(tmp_path / "new"):
+            (tmp_path / "new" / "trials").mkdir(exist_ok=True)
+    with pytest.raises(LaunchError, match=r"--out: .* cannot be used"), hold_results(notes):
+        pass
 
 
 def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):

@@ -84,6 +84,10 @@ def test_a_folder_name_lists_the_keys_that_differ_from_the_file(gpu):
     assert resolved(M7C, "train.out_dir=here") == ["train.out_dir=here"]
 
 
+def test_a_key_of_a_section_that_the_file_leaves_out_is_in_the_folder_name(gpu):
+    assert folder_of(resolved(M7C, "model.rope_scaling.factor=4")).startswith("runs/m7c_125m,factor=4.0,")
+
+
 def test_a_long_folder_name_is_shortened_and_stays_unique(gpu):
     many = [f"data.paths=[{'x' * 300}]", "data.source=text"]
     names = {folder_of(resolved(M7C, *many, f"train.seed={seed}")) for seed in range(5)}

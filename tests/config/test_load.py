@@ -448,6 +448,8 @@ def test_a_value_that_does_not_fit_its_tag_is_a_mistake(mistakes, value):
 
 def test_a_section_that_is_set_or_unset_differs_from_what_a_run_was_started_with():
     scaled = parse_config({"model": {"rope_scaling": {"factor": 4.0}}}, "test")
+    written = parse_config({}, "test").to_dict()  # which says rope_scaling: null
+    assert parse_config(written, "test", ["model.rope_scaling.factor=4"]) == scaled
     assert differences(scaled.to_dict(), scaled) == []
     assert differences(scaled.to_dict(), Config()) == ["model.rope_scaling: unknown then, None now"]
     assert "model.rope_scaling.factor: unknown then, 4.0 now" in differences(Config().to_dict(), scaled)

@@ -96,7 +96,8 @@ def test_model_flops_utilisation_where_it_is_known(tmp_path):
         (folder / "env.json").write_text(json.dumps(env | {"flops_per_token": 6e9, "precision": "bf16"} | changes))
         return utilisation(read_run(folder))
 
-    rate = read_run(folder).recent("toks_per_s")
+    (folder / "config.yaml").write_text("train: {batch_size: 8, seq_len: 1024}\n")
+    rate = 8 * 1024 / read_run(folder).recent("step_s")  # of all tokens, also those without a target
     assert found(gpu=["NVIDIA H100 80GB HBM3"]) == pytest.approx(rate * 6e9 / (8 * 989e12))
     assert found(gpu=["NVIDIA A100-SXM4-80GB"]) == pytest.approx(rate * 6e9 / (8 * 312e12))
     assert found(gpu=["NVIDIA GH200 480GB"]) == pytest.approx(rate * 6e9 / (8 * 989e12))

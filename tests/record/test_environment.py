@@ -51,6 +51,15 @@ def test_results_and_pages_do_not_make_a_commit_dirty(checkout):
     assert environment.commit() == git(checkout, "rev-parse", "HEAD") + "-dirty"
 
 
+def test_a_package_that_is_installed_inside_another_repository_has_no_commit(checkout, monkeypatch):
+    """As in a virtual environment inside the checkout of another project."""
+    installed = checkout / "venv" / "lib" / "nsa" / "record" / "environment.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("first\n")
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    assert environment.commit() is None
+
+
 def test_outside_a_repository_there_is_no_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "c.py"))
     assert environment.describe_environment({}, 1, "single")["commit"] is None
