@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
 LARGEST_LOG = 4 * 2**30  # bytes of a file that is read line by line
 # Temporary names of `open_replacement`. Version 0.1 used the process id instead of a random number.
-_UNFINISHED = re.compile(r"\..+\.(csv|docs|html|jinja|json|safetensors|txt|yaml)\.([0-9a-f]{16}|\d+)")
+_UNFINISHED = re.compile(r"\..+\.(csv|docs|html|jinja|json|safetensors|tokens|txt|yaml)\.([0-9a-f]{16}|\d+)")
 
 
 def expand_home(path: str) -> Path:

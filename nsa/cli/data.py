@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def prepare(
             part=_parse_part(part),
             progress=progress,
         )
-    _print_prepared(folder, manifest)
+    _print_prepared(folder, manifest, data.separator)
 
 
 @app.command()
@@ -101,7 +102,7 @@ def _parse_part(part: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _print_prepared(folder: Path, manifest: "Manifest") -> None:
+def _print_prepared(folder: Path, manifest: "Manifest", separator: str | None = None) -> None:
     from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE
 
     part = manifest.part
@@ -113,7 +114,8 @@ def _print_prepared(folder: Path, manifest: "Manifest") -> None:
         return
     own = folder / TOKENIZER_FILE
     name = manifest.tokenizer.name if manifest.tokenizer.name in BUILT_IN or not own.is_file() else own
-    say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}")
+    end = "" if separator is None else " " + shlex.quote(f"data.separator={separator}")
+    say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}{end}")
 
 
 @app.command()

@@ -105,6 +105,14 @@ class Tokenised(Generic[Piece]):
         starts = np.cumsum(self.lengths) - self.lengths
         return Corpus(self.pieces, starts[chosen], self.lengths[chosen])
 
+    def only(self, chosen: NDArray[np.bool_]) -> "Tokenised[TokenArray]":
+        """Copies the chosen documents, so that the others are freed."""
+        corpus = self.select(chosen)
+        tokens = np.empty(corpus.num_tokens, corpus.dtype)
+        for document, end in enumerate(np.cumsum(corpus.lengths).tolist()):
+            corpus.read(document, 0, tokens[end - int(corpus.lengths[document]) : end])
+        return Tokenised([tokens], corpus.lengths, self.keys[chosen])
+
     def split(self, fraction: float, *, is_only: bool = True) -> tuple[Corpus, Corpus]:
         """Returns the training and the validation corpus, which is empty for a fraction of 0. If no document is below
         the threshold, the closest document and its duplicates are for validation. In a mixture that is an error:

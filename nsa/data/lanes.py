@@ -118,6 +118,11 @@ class UnitReader:
                 self._add_to_total()
         return pending.result() if pending else self._read(unit)
 
+    def discard(self, unit: int) -> None:
+        """Forgets a unit that was requested and is not needed."""
+        with self._lock:
+            self._pending.pop(unit, None)
+
     def _add_to_total(self) -> None:
         self.tokenised.total = (self.tokenised.total or 0) + 1
 
@@ -151,6 +156,7 @@ class _Lane:
         self.per_epoch = (len(reader.units) - number + lanes - 1) // lanes
         self.starts = [0]  # token at which the k-th visit starts; the last entry is the end of the known part
         self._requested = 0  # number of visits that were requested
+        self._oldest = 0  # visits before it were read, or passed: a rank may skip units whose length is known
         self._visit = lru_cache(maxsize=2)(self._read_visit)
 
     def unit(self, visit: int) -> tuple[int, int]:
@@ -195,6 +201,9 @@ class _Lane:
             position = start + filled
             visit = self.visit_at(position)
             unit_tokens, unit_borders = self._visit(visit)
+            for passed in range(self._oldest, min(visit, self._requested)):
+                self.reader.discard(self.unit(passed)[1])
+            self._oldest = max(self._oldest, visit)
             offset = position - self.starts[visit]
             part = min(count - filled, len(unit_tokens) - offset)
             tokens[filled : filled + part] = unit_tokens[offset : offset + part]
@@ -245,12 +254,12 @@ def collect_validation(reader: UnitReader, tokens: int) -> Corpus:
     order = random_order(len(reader.units), 0, 0)[:VALIDATION_UNITS].tolist()
     with closing(in_threads(reader.read, order, reader.threads)) as parts:
         for part in parts:
-            found.append(part)
-            total += int(part.lengths[in_validation(part.keys, reader.fraction)].sum())
+            found.append(part.only(in_validation(part.keys, reader.fraction)))
+            total += int(found[-1].lengths.sum())
             if total >= tokens:
                 break
     everything = join(found, reader.tokenizer)
-    corpus = everything.select(in_validation(everything.keys, reader.fraction))
+    corpus = everything.select(np.ones(len(everything.keys), dtype=bool))
     if not corpus.num_documents:
         raise DataError(
             f"data.validation_fraction: no validation document in {len(found):,} row groups; "

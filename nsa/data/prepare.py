@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -131,7 +132,8 @@ def _checked(folder: Path, manifest: Manifest) -> Manifest:
     itemsize = np.dtype(manifest.tokenizer.dtype).itemsize
     if damaged := [entry.number for entry in manifest.shards if not has_sizes(folder, entry, itemsize)]:
         path = shard_path(folder, damaged[0], "tokens")
-        raise DataError(f"{path}: is missing or has another size than the manifest says; {AGAIN}")
+        remedy = f"if a merge was interrupted, repeat `nsa data merge {folder.parent}`; else " if manifest.part else ""
+        raise DataError(f"{path}: is missing or has another size than the manifest says; {remedy}{AGAIN}")
     return manifest
 
 
@@ -212,9 +214,18 @@ _worker_job: _Job | None = None  # set in worker processes
 
 def _start_worker(job: _Job) -> None:
     global _worker_job
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes: the parent handles it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all processes at once
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     _worker_job = job
+
+
+def _end_with_parent() -> None:
+    """A worker that goes on after its parent was killed would write beside the preparation that resumes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
@@ -230,14 +241,16 @@ def locked(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be locked: {error.strerror}; choose a folder on another disk") from None
         remove_unfinished(folder)
         yield
 
 
 def _remove(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)
-    for pattern in ("shard-*.json", "shard-*.tokens", "shard-*.docs", "shard-*.part"):
+    for pattern in ("shard-*.json", "shard-*.tokens", "shard-*.docs"):
         for path in folder.glob(pattern):
             path.unlink()

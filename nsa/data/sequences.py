@@ -14,9 +14,11 @@ tokens, and the rest of a sequence is padding that the loss ignores.
 `Mixture` assigns every number to one of several sources, exactly in proportion to their weights.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,7 +181,7 @@ class BestFit(Sequences):
     def __init__(self, corpus: Corpus, seq_len: int, seed: int, separator: int, name: str = ""):
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
         self.separator, self.name = separator, name
-        self._plan = lru_cache(maxsize=2)(self._make_plan)
+        self._cached_plan, self._lock = lru_cache(maxsize=2)(self._make_plan), Lock()
 
     @cached_property
     def count(self) -> int:
@@ -215,6 +217,10 @@ class BestFit(Sequences):
         first, pieces = self._plan(epoch)
         return pieces[first[place] : first[place + 1]]
 
+    def _plan(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        with self._lock:  # computed once, though several threads ask
+            return self._cached_plan(epoch)
+
     def _make_plan(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the number of the first piece of each sequence, with the total at the end, and all pieces."""
         order = random_order(self.corpus.num_documents, self.seed, epoch)
@@ -245,29 +251,28 @@ class BestFit(Sequences):
 def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:
     """Best-fit decreasing bin packing: returns the bin of every item, with bins of size `room`, and the number of bins.
 
-    `free` has a bit for every amount of room that some bin still has, so that one shift finds the fullest bin with
-    enough room.
+    `free` lists, in order, the amounts of room that some bin still has.
     """
-    bins: list[list[int]] = [[] for _ in range(room + 1)]
-    free = 0
+    bins: dict[int, list[int]] = {}
+    free: list[int] = []
     chosen = np.empty(len(lengths), dtype=np.int64)
     used = 0
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
-        enough = free >> length
-        if enough:
-            left = length + (enough & -enough).bit_length() - 1
+        place = bisect_left(free, length)
+        if place < len(free):
+            left = free[place]
             number = bins[left].pop()
             if not bins[left]:
-                free &= ~(1 << left)
+                del bins[left], free[place]
         else:
             left, number = room, used
             used += 1
         chosen[item] = number
-        left -= length
-        if left:
-            bins[left].append(number)
-            free |= 1 << left
+        if left := left - length:
+            if left not in bins:
+                insort(free, left)
+            bins.setdefault(left, []).append(number)
     return chosen, used
 
 

@@ -1,6 +1,6 @@
 """Statistics of a corpus: counts, document lengths, and the beginnings of some documents."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 
 from nsa.config.schema import DataConfig
 from nsa.data.chat import ChatTokenizer, chat_template_of
-from nsa.data.corpus import BATCH_CHARS, Counts, TokenFile, Tokenised, tokenise
+from nsa.data.corpus import BATCH_CHARS, Counts, TokenFile, Tokenised, join, tokenise
 from nsa.data.sequences import random_order
 from nsa.data.sources.base import Skipped, Source, groups
 from nsa.data.sources.chat import ChatSource
@@ -17,7 +17,7 @@ from nsa.data.sources.registry import open_source
 from nsa.data.sources.token_files import FORMATS
 from nsa.data.token_corpora import open_corpora
 from nsa.data.token_shards import open_shards, read_documents, read_manifest
-from nsa.data.tokenizers import TokenArray, Tokenizer, tokenizer_for
+from nsa.data.tokenizers import TOKENIZER_FILE, TokenArray, Tokenizer, tokenizer_for
 from nsa.errors import DataError, NSAError
 from nsa.formatting import counted
 
@@ -45,9 +45,10 @@ def of_shards(folder: Path, data: DataConfig, samples: int) -> Statistics:
     manifest = read_manifest(folder)
     made_with = manifest.tokenizer
     lengths = np.concatenate([np.empty(0, np.int64), *(read_documents(folder, entry)[0] for entry in manifest.shards)])
-    tokenizer = _tokenizer_of(data, made_with.name, made_with.fingerprint) if samples else None
+    names = [made_with.name, str(folder / TOKENIZER_FILE)]
+    tokenizer = _tokenizer_of(data, names, made_with.fingerprint) if samples else None
     if tokenizer is not None:
-        texts = _samples_of_corpus(open_shards([folder], tokenizer)[0], tokenizer, samples)
+        texts = _samples(open_shards([folder], tokenizer)[0], tokenizer, samples)
     else:
         texts = [f"(to see text, set data.tokenizer to {made_with.name!r}, as for these shards)"] if samples else []
     about = f"{folder} ({made_with.name}, from {manifest.source})"
@@ -63,7 +64,7 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
     tokenizer = tokenizer_for(data)
     if data.source in FORMATS:
         corpus, _ = open_corpora(data.source, data.paths, tokenizer, data.workers)
-        texts = _samples_of_corpus(corpus, tokenizer, samples)
+        texts = _samples(corpus, tokenizer, samples)
         about = f"{data.source}: {counted(len(corpus.pieces), 'file')}"
         return Statistics(about, corpus.lengths, 0, corpus.skipped, texts)
     source: Source
@@ -74,46 +75,32 @@ def of_source(data: DataConfig, samples: int, limit: int) -> Statistics:
         source = open_source(data, data.timeout_s)
     units, skipped = source.units(), Skipped()
     documents = (text for unit in units for text in source.documents(unit, skipped))
-    lengths, beginnings, text_bytes = [], [], 0
-    for texts in groups(islice(documents, limit), len, BATCH_CHARS):
-        part = tokenise(texts, tokenizer)
-        text_bytes += part.text_bytes
-        for tokens in np.split(part.pieces[0], np.cumsum(part.lengths)[:-1]):
-            lengths.append(len(tokens))
-            beginnings.append(tokens[:SAMPLE_TOKENS].copy())  # a copy, so that the part is freed
+    batches = groups(islice(documents, limit), len, BATCH_CHARS)
+    found = join((tokenise(texts, tokenizer) for texts in batches), tokenizer)
     about = f"{source.name}: {counted(len({u.path for u in units}), 'file')}"
     if next(documents, None) is not None:
         about += f", the first {counted(limit, 'document')}"
     if isinstance(tokenizer, ChatTokenizer):
         tokenizer.close()
-    counts = np.array(lengths, dtype=np.int64)
-    texts = _samples(counts, beginnings.__getitem__, tokenizer, samples)
-    return Statistics(about, counts, text_bytes, skipped, texts)
+    return Statistics(about, found.lengths, found.text_bytes, skipped, _samples(found, tokenizer, samples))
 
 
-def _samples_of_corpus(documents: Tokenised[TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
-    lengths = documents.lengths
-    if not len(lengths):
-        return []
-    corpus = documents.select(np.ones(len(lengths), dtype=bool))
-
-    def beginning_of(document: int) -> TokenArray:
-        tokens = np.empty(min(int(lengths[document]), SAMPLE_TOKENS), dtype=corpus.dtype)
-        corpus.read(document, 0, tokens)
-        return tokens
-
-    return _samples(lengths, beginning_of, tokenizer, count)
-
-
-def _samples(lengths: Counts, beginning_of: Callable[[int], TokenArray], tokenizer: Tokenizer, count: int) -> list[str]:
+def _samples(documents: Tokenised[TokenArray | TokenFile], tokenizer: Tokenizer, count: int) -> list[str]:
     """Returns the beginnings of `count` documents, the same documents in every call."""
-    chosen = sorted(random_order(len(lengths), 0, 0)[:count].tolist())
-    return [tokenizer.decode(beginning_of(i).tolist()) + (" ..." if lengths[i] > SAMPLE_TOKENS else "") for i in chosen]
+    if not len(documents.lengths):
+        return []
+    corpus = documents.select(np.ones(len(documents.lengths), dtype=bool))
+    texts = []
+    for document in sorted(random_order(corpus.num_documents, 0, 0)[:count].tolist()):
+        tokens = np.empty(min(int(corpus.lengths[document]), SAMPLE_TOKENS), dtype=corpus.dtype)
+        corpus.read(document, 0, tokens)
+        texts.append(tokenizer.decode(tokens.tolist()) + (" ..." if corpus.lengths[document] > SAMPLE_TOKENS else ""))
+    return texts
 
 
-def _tokenizer_of(data: DataConfig, name: str, fingerprint: str) -> Tokenizer | None:
-    """Returns the tokenizer with this fingerprint: the configured one, or the one called `name`; None if neither is."""
-    for candidate in (data, data.model_copy(update={"tokenizer": name})):
+def _tokenizer_of(data: DataConfig, names: list[str], fingerprint: str) -> Tokenizer | None:
+    """Returns the tokenizer with this fingerprint: the configured one, or one of `names`; None if none has it."""
+    for candidate in (data, *(data.model_copy(update={"tokenizer": name}) for name in names)):
         try:
             tokenizer = tokenizer_for(candidate)
         except NSAError:

@@ -38,7 +38,7 @@ from nsa.data.corpus import Counts, Keys, TokenFile, Tokenised, join
 from nsa.data.sources.base import Skipped
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
-from nsa.files import expand_home, replace_file
+from nsa.files import expand_home, open_replacement, replace_file
 
 MANIFEST = "manifest.json"
 FORMAT = "nsa-shards"
@@ -127,7 +127,6 @@ def write_shard(
     dtype = tokenizer.dtype.newbyteorder("<")
     digest = hashlib.sha256()
     tokens_path, docs_path = (shard_path(folder, number, kind) for kind in ("tokens", "docs"))
-    unfinished = tokens_path.with_name(f"{tokens_path.name}.part")
 
     def without_tokens(part: Tokenised[TokenArray]) -> Tokenised[TokenArray]:
         for tokens in part.pieces:
@@ -136,13 +135,16 @@ def write_shard(
             file.write(content)
         return replace(part, pieces=[])
 
-    with unfinished.open("wb") as file:
+    with open_replacement(tokens_path) as file:
         shard = join(map(without_tokens, parts), tokenizer)
         file.flush()
         os.fsync(file.fileno())
-    faults.point("prepare.tokens")
-    documents = np.stack([shard.lengths.view(np.uint64), shard.keys]).astype("<u8")
-    entry = ShardEntry(
+        faults.point("prepare.tokens")
+        documents = np.stack([shard.lengths.view(np.uint64), shard.keys]).astype("<u8")
+        replace_file(docs_path, documents.tobytes())
+        faults.point("prepare.docs")
+    faults.point("prepare.renamed")
+    return ShardEntry(
         number=number,
         plan=plan,
         documents=documents.shape[1],
@@ -152,11 +154,6 @@ def write_shard(
         docs_sha256=hashlib.sha256(documents.tobytes()).hexdigest(),
         skipped=dict(shard.skipped),
     )
-    replace_file(docs_path, documents.tobytes())
-    faults.point("prepare.docs")
-    unfinished.rename(tokens_path)
-    faults.point("prepare.renamed")
-    return entry
 
 
 def write_entries(folder: Path, entries: Sequence[ShardEntry]) -> None:
@@ -229,10 +226,10 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         if not folder.exists():
             raise DataError(f"data.paths: no such folder: {folder}; relative paths start at {Path.cwd()}") from None
-        raise DataError(
-            f"data.paths: {folder} contains no finished shards (no {MANIFEST}); "
-            f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"
-        ) from None
+        remedy = f"`nsa data prepare {folder} ...` writes them, and resumes where it was stopped"
+        if any(folder.glob(f"part-*/{MANIFEST}")):
+            remedy = f"`nsa data merge {folder}` joins its parts"
+        raise DataError(f"data.paths: {folder} contains no finished shards (no {MANIFEST}); {remedy}") from None
     except NotADirectoryError:
         hint = "give a folder that `nsa data prepare` wrote, or the file to data.source=text"
         raise DataError(f"data.paths: {folder} is a file; {hint}") from None
@@ -291,12 +288,17 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
         manifest = read_manifest(folder)
         made_with = manifest.tokenizer
         if made_with.fingerprint != tokenizer.fingerprint:
+            if made_with.vocab_size == tokenizer.vocab_size and made_with.separator != tokenizer.separator:
+                raise DataError(
+                    f"data.separator: {folder} was prepared with token {made_with.separator}, the run has "
+                    f"{tokenizer.separator}; set data.separator as in the preparation, or prepare again"
+                )
             raise DataError(
                 f"data.tokenizer: {folder} was prepared with {made_with.name!r} ({made_with.vocab_size:,} tokens), the "
                 f"run has {tokenizer.name!r} ({tokenizer.vocab_size:,}); set data.tokenizer to it, or prepare again"
             )
-        total = len(pieces) + len(manifest.shards)
-        allow_open_files(total, f"shards up to {folder}", "prepare them with a larger --shard-mb")
+        remedy = "prepare them with a larger --shard-mb"
+        allow_open_files(len(manifest.shards), f"shards in {folder}", remedy)
         for entry in manifest.shards:
             shard_lengths, shard_keys = read_documents(folder, entry)
             pieces.append(ShardTokens(folder, entry, tokenizer.dtype, tokenizer.vocab_size))
@@ -308,14 +310,15 @@ def open_shards(folders: Sequence[str | Path], tokenizer: Tokenizer) -> tuple[To
 
 def allow_open_files(count: int, what: str, remedy: str) -> None:
     """Raises the limit of open files of the process as far as the system allows: every piece of a corpus needs a file
-    descriptor. Raises DataError if `count` pieces are too many."""
+    descriptor. Raises DataError if `count` more pieces are too many."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    if 0 <= most < count + OTHER_FILES:
+    opened = OTHER_FILES + sum(1 for _ in Path("/dev/fd").iterdir())
+    if 0 <= most < count + opened:
         raise DataError(
-            f"data.paths: {count:,} {what}, and this process may open {most:,} files; {remedy}, or have the hard limit "
-            "of `ulimit -n` raised"
+            f"data.paths: {count:,} {what}, and this process may open {most:,} files, of which it needs {opened} for "
+            f"others; {remedy}, or have the hard limit of `ulimit -n` raised"
         )
 
 

@@ -103,6 +103,15 @@ def test_any_world_size_reads_the_same_sequences_and_no_unit_twice():
                 assert not reads[a] & reads[b], "ranks share no unit"
 
 
+def test_units_that_a_rank_passes_over_are_not_kept():
+    """In the second epoch the lengths are known: a rank of many jumps over units that were read ahead."""
+    sequences = sequences_of(Pages(units=60), threads=2, lanes=4)
+    tokens_of(sequences, range(400))
+    for first in range(400, 4000, 40):
+        tokens_of(sequences, range(first, first + 4))
+        assert len(sequences.reader._pending) <= 3 * 4
+
+
 def test_a_restart_finds_its_position_without_reading_units_again(tmp_path):
     whole = tokens_of(sequences_of(Pages(units=40)), range(400))
     tokens_of(sequences_of(Pages(units=40), folder=tmp_path), range(300))
@@ -218,6 +227,7 @@ def test_validation_documents_are_collected_until_they_suffice():
     reader = UnitReader(source, TOKENIZER, 0.1, 0, LengthIndex(None, 0, ""))
     corpus = collect_validation(reader, 200)
     assert corpus.num_tokens >= 200
+    assert sum(map(len, corpus.pieces)) == corpus.num_tokens, "training text is not kept"
     assert len(set(source.reads)) < 100
     wait_until(lambda: reader.tokenised.done == reader.tokenised.total)  # a thread may be one unit ahead
     assert reader.tokenised.total == len(source.reads)

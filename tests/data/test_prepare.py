@@ -1,5 +1,6 @@
 """Shards: the same tokens however they were made, whole after any kill, and never wrong in silence."""
 
+import errno
 import gzip
 import json
 import os
@@ -9,9 +10,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -51,6 +55,13 @@ def whole(piece):
 
 def contents(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def wait_until(condition, limit_s=60):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def run_cli(folder, source_folder, *more, faults="", check=True):
@@ -245,7 +256,7 @@ for most in (shards + 100, shards):  # the system allows: enough, too few
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     opened, refused = done.stdout.splitlines()
     assert int(opened) == shards
-    assert refused.startswith(f"DataError data.paths: {shards} shards up to {tmp_path / 'out'}, and this process may")
+    assert refused.startswith(f"DataError data.paths: {shards} shards in {tmp_path / 'out'}, and this process may")
     assert "--shard-mb" in refused
 
 
@@ -265,6 +276,40 @@ def test_a_full_disk_ends_the_preparation_and_loses_no_shard(source, tmp_path, p
     assert "No space left" in failed.stderr
     prepare(source, TOKENIZER, out, workers=1)
     assert verify(out).documents == 240
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_parent_in_the_middle_of_a_shard(source, tmp_path, number):
+    """SIGKILL reaches the parent alone, Ctrl-C the whole group."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "nsa", "data", "prepare", str(out), "data.source=text", "--workers", "2"]
+    command += [f"data.paths=[{tmp_path / 'texts'}]", "--shard-mb", "1"]
+    for name in "ab":  # two groups of units, so that there are workers
+        (tmp_path / "texts" / f"{name}.jsonl").write_text((json.dumps({"text": "long " * 100}) + "\n") * 2000)
+    environment = {**os.environ, "NSA_FAULTS": "prepare.docs:sleep"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(list(out.glob("*.docs"))) >= 2)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)
+        assert process.wait(30) == (130 if number == signal.SIGINT else -number)
+        _, left = psutil.wait_procs(workers, timeout=30)
+        assert not [worker for worker in left if worker.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    prepare(source, TOKENIZER, tmp_path / "whole", workers=1, shard_bytes=1 << 20)
+    prepare(source, TOKENIZER, out, workers=1, shard_bytes=1 << 20)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_locked_is_named(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    with pytest.raises(DataError, match="cannot be locked: Function not implemented"):
+        prepare(source, TOKENIZER, tmp_path / "out", workers=1)
 
 
 def test_two_preparations_do_not_write_into_one_folder(source, tmp_path):
@@ -337,6 +382,9 @@ def test_shards_of_another_tokenizer_are_refused(source, tmp_path):
         fingerprint = "other"
 
     with pytest.raises(DataError, match="was prepared with 'bytes'"):
+        open_shards([tmp_path / "out"], Other())
+    Other.separator = 3
+    with pytest.raises(DataError, match=r"data\.separator: .* was prepared with token 255, the run has 3; set"):
         open_shards([tmp_path / "out"], Other())
 
 

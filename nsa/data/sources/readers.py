@@ -106,21 +106,6 @@ def _check_expansion(place: str, packed: int, unpacked: int) -> None:
         )
 
 
-class _CountedFile:
-    """Counts the bytes that are read from a file."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self.bytes_read = file, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
-        self.bytes_read += len(data)
-        return data
-
-
 def text_document(name: str, file: BinaryIO, skipped: Skipped) -> Iterator[str]:
     """Yields the whole file as one document, without a byte order mark."""
     data = bytearray()
@@ -212,15 +197,15 @@ def parquet_units(name: str, file: BinaryIO, text_field: str) -> list[Unit]:
 
 def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str, skipped: Skipped) -> Iterator[str]:
     """Yields the documents of a row group in order. Reads only the text column, in bounded batches."""
-    counted = _CountedFile(file)
-    with _open_parquet(name, counted, row_group) as parquet:
+    packed = file.seek(0, os.SEEK_END)
+    with _open_parquet(name, file, row_group) as parquet:
         # A dictionary column stays encoded until it is decoded, but every batch contains the whole dictionary.
         is_encoded = pa.types.is_dictionary(_check_column(name, parquet, text_field))
         if not 0 <= row_group < parquet.num_row_groups:
             raise pa.ArrowInvalid(f"it has {parquet.num_row_groups} row groups")
         rows, size = _footer_sizes(name, file, parquet, row_group)
         few = max(BATCH_ROWS[0], min(BATCH_BYTES // max(size, 1), BATCH_ROWS[1]))
-        rows_read = unpacked = counted.bytes_read = 0
+        rows_read = unpacked = 0
         batch_rows = DICTIONARY_ROWS if is_encoded else few
         for batch in parquet.iter_batches(batch_rows, [row_group], [text_field], use_threads=False):
             texts = batch.column(0)
@@ -229,7 +214,7 @@ def parquet_documents(name: str, file: BinaryIO, row_group: int, text_field: str
                 part = texts.slice(first, few)
                 part = part.dictionary_decode() if is_encoded else part
                 unpacked += part.nbytes
-                _check_expansion(f"{name}, row group {row_group}", counted.bytes_read, unpacked)
+                _check_expansion(f"{name}, row group {row_group}", packed, unpacked)
                 if unpacked > MAX_CHUNK_BYTES:  # the footer may be wrong
                     raise _chunk_too_long(name, row_group, unpacked)
                 yield from (text for text in _to_strings(part, skipped) if is_text(text, skipped))
@@ -287,7 +272,7 @@ def _not_utf8(name: str, byte: int, line: str = "") -> DataError:
 
 
 @contextmanager
-def _open_parquet(name: str, file: BinaryIO | _CountedFile, row_group: int | None = None) -> Iterator[Any]:
+def _open_parquet(name: str, file: BinaryIO, row_group: int | None = None) -> Iterator[Any]:
     try:
         # Pre-buffering would also fetch the other columns of a remote file. Checksums are compared if there are any.
         with pq.ParquetFile(file, pre_buffer=False, page_checksum_verification=True) as parquet:
