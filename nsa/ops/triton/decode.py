@@ -234,7 +234,7 @@ def paged(
     # The windows of several queries may touch one more tile than that of one query.
     single = splits == tiles and (window is None or new == 1)
     single = single and in_registers(q, dv, plan["QT"] * plan["HP"], plan["BJ"], params.cmp)
-    seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, capacity)}
+    seen = {"SPAN": 1, "STRIDE": 1, "WINDOW": min(window or 0, UNLIMITED)}  # as in `nsa`: not `capacity`
     with launch_on(q):
         launcher(interval_kernel, (lanes, splits), q)(
             q, k, v, places, positions, o_parts, stats, o_parts, stats, stats, q,

@@ -265,8 +265,10 @@ def _strides(**tensors: Tensor) -> dict[str, int]:
 
 
 def _shape_args(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, params: Launch) -> dict[str, object]:
-    """The arguments that all three kernels share."""
-    ends = (key_range.span, key_range.stride, key_range.window)
+    """The arguments that all three kernels share. The ends are constants of a kernel. Those that a call does not need
+    are always the same, or dense layers would compile other kernels for every number of tokens."""
+    window = key_range.window if key_range.window < k.shape[1] else 0
+    ends = (key_range.span, key_range.stride, window) if key_range.lo is None else (1, 1, 0)
     return _shape_constants(q.shape[1:], k.shape[1:3], v.shape[3], q.dtype == torch.float32, ends, params)
 
 

@@ -1,7 +1,10 @@
 """Every kernel compiles for sm_80, 86, 89, 90, 100 and 120 within what the cards have, without a GPU."""
 
 import pytest
+import torch
 
+from nsa.ops.triton import decode
+from nsa.ops.triton.windowed import windowed
 from tests.ops.triton.compiling import Compiler, Plan, attend, narrow_strides, recording
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -156,6 +159,31 @@ def test_kernels_of_a_million_tokens_have_wide_offsets_where_32_bits_overflow(he
     few |= dict.fromkeys(("block_max_kernel", "index_lse_kernel", "loss_kernel"), False)
     assert wide == {"score_kernel": False, "_block_grads_kernel": tokens * heads * dim >= 1 << 31} | few
     assert len([kernel for kernel, *_ in launches if kernel.__name__ == "_block_grads_kernel"]) > groups, "in turns"
+
+
+def test_a_dense_layer_compiles_no_kernel_for_a_number_of_keys():
+    """In training, in a prompt in chunks and over the pages of a cache: its window is the number of keys. A kernel
+    takes seconds to compile."""
+    ends = []
+    for keys in (256, 512, 1024):
+        k = torch.empty(1, keys, 2, 64, dtype=torch.bfloat16, device="meta")
+        table, positions = (torch.empty(1, size, dtype=torch.int32, device="meta") for size in (keys // 64, 32))
+        pages = k.view(keys // 64, 64, 2, 64)
+        with recording(90) as launches:
+            for tokens in (32, keys):
+                q = k[:, :tokens]
+                o, lse = windowed.forward(q, k, k, keys, None, q_offset=keys - tokens)
+                windowed.backward(o, q, k, k, o, lse, keys, None, q_offset=keys - tokens)
+            decode.paged(k[:, :32], pages, pages, table, positions, 8192)
+        ends.append(
+            [
+                [kernel.__name__, *(options[name] for name in ("SPAN", "STRIDE", "WINDOW"))]
+                for kernel, _, options in launches
+                if "WINDOW" in options
+            ]
+        )
+    assert len(ends[0]) == 8
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_a_stride_that_is_multiplied_in_32_bits_is_found():
