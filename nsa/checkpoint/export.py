@@ -153,7 +153,9 @@ def find_weights(path: Path) -> Path:
     checkpoints = committed(path / FOLDER)
     step = read_metadata(weights).get("step") if checkpoints else None
     if isinstance(step, int) and step_of(checkpoints[0]) > step:
-        newest, _ = newest_verified(path / FOLDER)
+        newest, damaged = newest_verified(path / FOLDER)
+        for message in damaged:
+            warnings.warn(message, stacklevel=2)
         if newest and step_of(newest) > step:
             return newest
     return weights
@@ -167,15 +169,14 @@ def load_weights(model: nn.Module, path: Path, *, converts: bool = False) -> Non
         fill({MODEL + name: p.detach() for name, p in model.named_parameters()}, path)
         return
     tensors = read_weights(path) if path.is_dir() else read_tensors(path)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    tied = own.keys() - dict(model.named_parameters()).keys()  # tied parameters are stored once, under the first name
+    own = dict(model.named_parameters())  # tied parameters are stored once, under the first name
     for prefix, layer in dense.items():
         layer.start_from_dense()
         kept = {name: tensors.pop(prefix + name) for name in DENSE_PARAMETERS if prefix + name in tensors}
         tensors |= {prefix + target: kept[name] for name in kept for target in layer.dense_targets(name)}
         tensors |= {prefix + name: own[prefix + name].detach() for name in layer.new_parameters()}
     saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
-    check_shapes(path, saved, wanted, optional=tied)
+    check_shapes(path, saved, wanted)
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

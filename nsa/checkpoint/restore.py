@@ -7,7 +7,7 @@ import logging
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +120,9 @@ def _load(
         raise CheckpointError(f"{checkpoint}: cannot be loaded: {causes}") from None
 
 
-def check_shapes(
-    path: Path, saved: Mapping[str, torch.Size], own: Mapping[str, torch.Size], optional: Collection[str] = ()
-) -> None:
+def check_shapes(path: Path, saved: Mapping[str, torch.Size], own: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError if names or shapes of the tensors saved in `path` differ from the model's."""
-    missing = sorted(set(own) - set(saved) - set(optional))
+    missing = sorted(set(own) - set(saved))
     unknown = sorted(set(saved) - set(own))
     if missing or unknown:
         lists = [f"it {verb} {_some(names)}" for verb, names in (("lacks", missing), ("also has", unknown)) if names]

@@ -104,6 +104,12 @@ class Saver:
         self._thread = None
         return self._failure
 
+    def settle(self, timeout_s: float) -> None:
+        """Waits at most `timeout_s` for the save, if any, of a process that is about to end without `finish`."""
+        if self._thread is not None:
+            self._is_awaited.set()
+            self._thread.join(timeout_s)
+
     def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copies this rank's part to host memory: its shards, and its share of the tensors that all ranks have."""
         staged = {}

@@ -246,7 +246,7 @@ class RunView:
             return Status(FAILED, age, limit, HangError.exit_code, describe_hang(newest))
         if last == "preempted":
             return Status(PREEMPTED, age, limit, None, "asked to stop")
-        return Status(FINISHED, age, limit) if last == "end" and live.kind == SILENT else live
+        return live
 
     def _limit(self) -> float:
         """How many seconds of silence are normal: as many as the watchdog of the run allows."""

@@ -45,6 +45,7 @@ from nsa.train.schedule import learning_rate
 from nsa.train.state import Progress, RunState
 
 RETRY_S = (60.0, 120.0)  # from a failed save to its retry; full storage may have room later
+SETTLE_S = 60.0  # that a run that fails waits for a save in progress
 LONGEST_PAUSE_S = 16.0  # between two attempts of a run that must save before it continues
 # Pause before each tensor of a background save. Writing the 522 tensors of a 125M run holds the GIL for about half a
 # second, which blocks the training thread: spread over 13 s that is at most a twentieth of each step.
@@ -109,6 +110,12 @@ class Checkpointing:
                 self.pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         self.monitor.claim.check(self.state.world)  # the saved checkpoint is at its path
+
+    def settle(self) -> None:
+        """Gives the current save time to end when the run fails. Does nothing with several ranks: one that is gone
+        would not take part."""
+        if self.state.world.size == 1 and not self.monitor.claim.is_lost():
+            self.saver.settle(SETTLE_S)
 
     def save_if_alone(self) -> None:
         """Tries once to save the completed steps when there is no data for the next one. Does nothing with several

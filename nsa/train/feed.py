@@ -148,10 +148,11 @@ class Feed:
         """The micro-batches of the current step again."""
         passes = list(self._numbers_of(self.state.progress.sequences))
         batches = lambda: [self.data.train.batch(n.start, len(n), n.step) for n in passes]  # noqa: E731
-        return self._run(batches, "the batches of the step")
+        return self._run(batches, "the batches of the step", interruptible=False)
 
-    def _run(self, function: Callable[[], T], what: str) -> T:
-        return self._waiter.run(function, what, self.config.data.timeout_s, "data.timeout_s", interruptible=False)
+    def _run(self, function: Callable[[], T], what: str, *, interruptible: bool = True) -> T:
+        limit, setting = self.config.data.timeout_s, "data.timeout_s"
+        return self._waiter.run(function, what, limit, setting, interruptible=interruptible)
 
     def _is_stopped(self) -> bool:
         return self._interruptible and (self.stop.terminate or self.stop.interrupt)

@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from nsa.checkpoint.format import BEST, LATEST, MANIFEST_FILE, committed, write_atomically
 from nsa.config import Config, differences, load_config
+from nsa.config.schema import TrainConfig
 from nsa.data.chat import CHAT_TEMPLATE_FILE, chat_template_of
 from nsa.data.tokenizers import TOKENIZER_FILE, JsonTokenizer, Tokenizer
 from nsa.errors import (
@@ -24,7 +25,7 @@ from nsa.errors import (
     RankLostError,
     reworded,
 )
-from nsa.files import regular, remove_unfinished
+from nsa.files import expand_home, regular, remove_unfinished
 from nsa.parallel.collectives import on_first_rank
 from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
@@ -75,6 +76,18 @@ def refuse_foreign(folder: Path, *, fresh: bool) -> None:
         f"train.out_dir: {folder} is not the folder of a run and holds {_listed(found)}, which a run would replace, "
         f"remove or mix with its own files; {remedy}choose another folder"
     )
+
+
+def refuse_own_weights(folder: Path, config: TrainConfig, *, is_new: bool) -> None:
+    """Refuses an initialization or a teacher from the files that the run replaces. Resuming does not initialize."""
+    own = folder.resolve()
+    for name in ("init_from", "teacher") if is_new else ("teacher",):
+        source = expand_home(getattr(config, name) or os.devnull).resolve()
+        if source in (own, own / WEIGHTS_FILE) or source.is_relative_to(own / CHECKPOINTS_FOLDER):
+            raise ConfigError(
+                f"train.{name}: {source} belongs to train.out_dir, and the run would replace it; choose another "
+                "train.out_dir"
+            )
 
 
 def _listed(names: set[str], most: int = 5) -> str:

@@ -50,9 +50,18 @@ from nsa.supervise.signals import StopRequest
 from nsa.train import nonfinite
 from nsa.train.checkpointing import Checkpointing, resume, seed_generators
 from nsa.train.feed import Feed
-from nsa.train.folder import Claim, is_finished, record_end, refuse_foreign, start_over, write_config, write_json
+from nsa.train.folder import (
+    Claim,
+    is_finished,
+    record_end,
+    refuse_foreign,
+    refuse_own_weights,
+    start_over,
+    write_config,
+    write_json,
+)
 from nsa.train.graphs import plan_graphs
-from nsa.train.monitor import Monitor
+from nsa.train.monitor import Monitor, finite
 from nsa.train.schedule import learning_rate
 from nsa.train.state import RunState, build_state, describe_batch, micro_batch_size, own_tokens
 from nsa.train.step import StepResult, train_step, validate
@@ -126,6 +135,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
             micro_batch = micro_batch_size(config, world.data_size)
             monitor.emit("boot", 0, **identify(os.getpid()))
             is_new = on_first_rank(world, lambda: options.fresh or not committed(folder / CHECKPOINTS_FOLDER))
+            on_first_rank(world, lambda: refuse_own_weights(folder, config.train, is_new=is_new))
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer, initialize=is_new)
             state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
@@ -140,6 +150,8 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
         reason = exhausted or lost_rank(error, world.rank, world.size) or error
         if session is None:
             monitor.withdraw_start(reason)
+        elif isinstance(error, Exception):
+            session.checkpointing.settle()
         monitor.close()
         record_end(claim, reason, session.step if session else None, monitor.describe())
         if exhausted is not None:
@@ -236,26 +248,24 @@ class Session:
         metadata = weights_metadata(progress.step, self.config.to_dict())
         write_weights(self.folder / WEIGHTS_FILE, weights, **metadata)
         faults.point("end.metrics")
-        write_json(
-            self.folder / METRICS_FILE,
-            {
-                "status": "done",
-                "exit_code": 0,
-                "steps": progress.step,
-                "tokens": progress.tokens,
-                "loss": progress.loss if math.isfinite(progress.loss or 0.0) else None,
-                "val_loss": progress.val_loss,
-                "val_bits_per_byte": progress.val_bits_per_byte,
-                "best_val_loss": progress.best_val_loss,
-                "skipped_steps": progress.skipped,
-                "data": self.feed.describe(),
-                "cuda_graphs": str(self.state.graphs),
-                **self.monitor.describe(),
-                "strategy": self.state.world.strategy,
-                "world_size": self.state.world.size,
-                "seconds": seconds,
-            },
-        )
+        results = {
+            "status": "done",
+            "exit_code": 0,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "loss": progress.loss,
+            "val_loss": progress.val_loss,
+            "val_bits_per_byte": progress.val_bits_per_byte,
+            "best_val_loss": progress.best_val_loss,
+            "skipped_steps": progress.skipped,
+            "data": self.feed.describe(),
+            "cuda_graphs": str(self.state.graphs),
+            **self.monitor.describe(),
+            "strategy": self.state.world.strategy,
+            "world_size": self.state.world.size,
+            "seconds": seconds,
+        }
+        write_json(self.folder / METRICS_FILE, finite(results))
 
     def _describe(self, resumed: str | None, flops: FlopsPerToken) -> Iterator[str]:
         config, state = self.config, self.state
@@ -292,7 +302,7 @@ class Session:
             )
         if config.train.freeze:
             learning = sum(p.numel() for p in state.trainable)
-            yield f"frozen  all but {learning:,} parameters of this rank (train.freeze)"
+            yield f"frozen  all but {learning:,} parameters (train.freeze)"
             if config.train.init_from is None:
                 yield "warning: the frozen weights are random: set train.init_from to the run that they come from"
         if config.train.teacher:
@@ -306,7 +316,7 @@ class Session:
 def step(session: Session) -> None:
     """One optimizer step with its validation, its row and its save."""
     config, state, monitor, feed = session.config, session.state, session.monitor, session.feed
-    progress, began = state.progress, time.perf_counter()
+    progress = state.progress
     session.data_wait_s = 0.0
     monitor.profile(progress.step + 1)
     faults.point("step.begin")
@@ -319,6 +329,7 @@ def step(session: Session) -> None:
         if _validates_after(session, progress.step + 1):  # first: a stream may have too few documents
             with monitor.extended_timeout():
                 feed.ready_validation()
+        began = time.perf_counter()
         with monitor.extended_timeout() if is_changed else nullcontext():  # a layer that changes compiles again
             result = train_step(
                 state,
@@ -326,7 +337,7 @@ def step(session: Session) -> None:
                 targets,
                 lr,
                 votes=lambda: (
-                    *(int(session.stop.terminate), int(session.stop.interrupt), int(monitor.claim.is_lost())),
+                    *(int(session.stop.terminate), int(session.stop.interrupt)),
                     *session.checkpointing.votes(),
                 ),
                 observer=monitor.observer(progress.step + 1),
@@ -336,8 +347,7 @@ def step(session: Session) -> None:
     except DataError:
         session.checkpointing.save_if_alone()
         raise
-    terminate, interrupt, lost, written, retry = result.votes
-    monitor.claim.raise_if_lost(lost > 0)
+    terminate, interrupt, written, retry = result.votes
     monitor.tracer.step_end(progress.step + 1, result.loss)
     if state.graphs.reason != graphs_off:
         monitor.log(f"graphs  off from step {progress.step + 1} on: {state.graphs.reason}")
@@ -427,6 +437,7 @@ def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, b
 def _dump_if_due(session: Session) -> None:
     every = session.config.telemetry.mem_dump_every
     if session.step == 1 or (every and session.step % every == 0):
+        session.monitor.claim.check(session.state.world)
         session.monitor.dump_memory(session.state, f"step{session.step}")
     if session.step == session.first_step:
         session.monitor.audit(session.state)

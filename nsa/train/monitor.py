@@ -155,7 +155,7 @@ class Monitor:
             self.watchdog.step_done(row.step_s)
             self.stream.emit("step", **asdict(row), telemetry_failures=self.failures)
             if row.index_kl is not None:
-                self._last |= _finite({"index_kl": row.index_kl})
+                self._last |= finite({"index_kl": row.index_kl})
             self._take_samples(row.step)
         if self.failures and not self._failure_reported:
             self._failure_reported = True
@@ -205,7 +205,7 @@ class Monitor:
     def _emit_stats(self, event: EventKind, step: int, stats: Mapping[str, GateStats | SelectionStats]) -> None:
         if stats:
             *layers, (_, whole) = stats.items()
-            self._last[event] = _finite(asdict(whole))
+            self._last[event] = finite(asdict(whole))
             self.stream.emit(event, step, layers=[{"layer": n, **asdict(s)} for n, s in layers], **asdict(whole))
 
     @property
@@ -238,6 +238,6 @@ class Monitor:
         self._printed.flush()
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
+def finite(values: dict[str, Any]) -> dict[str, Any]:
     """The values for JSON, which has no NaN: values that are not finite become null."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

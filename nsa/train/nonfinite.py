@@ -44,6 +44,7 @@ def handle(session: "Session", result: StepResult) -> None:
     if scale.enabled and is_overflow and scale.value > scale.SMALLEST:
         scale.overflowed()  # expected: this is how the scale adapts
         return
+    session.monitor.claim.check(state.world)
     with session.monitor.extended_timeout():
         batches = [batch.to(state.device) for batch in session.feed.reread()]
         try:

@@ -32,6 +32,7 @@ from tests.checkpoint.helpers import (
     assert_same_run,
     checkpoint_of,
     contents_of,
+    faults_armed,
     flip_byte,
     incidents_of,
     rows_of,
@@ -149,6 +150,15 @@ def test_the_best_is_marked_although_another_save_is_under_way(tmp_path, slow_sa
     train(small("checkpoint.background=true", "train.steps=3"), tmp_path)  # step 3 is the best, step 2 is being saved
     assert saved_steps(tmp_path) == [2, 3]
     assert read_pointer(tmp_path / FOLDER, BEST) == "step_00000003"
+
+
+def test_a_run_that_fails_completes_the_save_in_progress(tmp_path, slow_saves):
+    config = small("checkpoint.background=true", "train.eval_every=0")
+    with faults_armed("step.end:raise:hit=3"), pytest.raises(RuntimeError, match="fault at step"):
+        train(config, tmp_path)
+    assert saved_steps(tmp_path) == [2]
+    train(config, tmp_path)
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path):

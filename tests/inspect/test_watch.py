@@ -140,6 +140,13 @@ def test_a_run_is_running_then_silent(tmp_path):
     assert "silent for 1 h 6 min, 1 min is normal" in unhealthy(stale)[0]
 
 
+def test_a_run_that_was_killed_before_it_wrote_its_weights_has_not_finished(tmp_path):
+    now = live_run(tmp_path / "run", 80)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("end", 80, at=now))
+    assert [read_run(tmp_path / "run", now + later).status.kind for later in (5, 4000)] == ["running", "silent"]
+
+
 def test_validation_and_saving_count_in_the_time_left(tmp_path):
     live_run(tmp_path / "run", 40)
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("w") as file:

@@ -303,6 +303,17 @@ def test_a_run_folder_or_one_without_files_at_risk_is_accepted(kind, tmp_path):
         refuse_foreign(tmp_path / "run", fresh=fresh)
 
 
+@pytest.mark.parametrize("source", [".", "model.safetensors", "checkpoints/latest"])
+@pytest.mark.parametrize("name", ["init_from", "teacher"])
+def test_a_run_does_not_start_from_weights_that_it_would_replace(name, source, run):
+    before = everything_in(run / "checkpoints")
+    with pytest.raises(ConfigError, match=rf"train\.{name}: .* belongs to train\.out_dir"):
+        train(small(f"train.{name}={run / source}"), run, fresh=True)
+    assert everything_in(run / "checkpoints") == before
+    assert nsa.load_run(run).weights == run / WEIGHTS_FILE
+    train(small(), run)  # it is still finished
+
+
 def test_fresh_never_deletes_foreign_files_next_to_checkpoints(run):
     fill_folder(run / "checkpoints", ("mine/precious",))
     with pytest.raises(LaunchError, match=r"train\.out_dir: .*checkpoints holds mine"):
@@ -334,10 +345,12 @@ def linked(folder: Path, other: Path) -> None:
     folder.symlink_to(shutil.copytree(other, folder.with_name("other")))
 
 
-# With a checkpoint after the step, after the next one, and at the end only.
-@pytest.mark.parametrize(("what", "every"), [(deleted, 1), (renamed, 2), (replaced, 0), (linked, 1)])
+# With a checkpoint after the step, after the next one, and at the end only; or a memory dump after the step.
+@pytest.mark.parametrize(
+    ("what", "every", "dumps"), [(deleted, 1, 0), (renamed, 2, 0), (replaced, 0, 0), (linked, 1, 0), (replaced, 0, 1)]
+)
 def test_a_run_whose_folder_is_moved_away_ends_and_writes_nothing_at_its_path(
-    what, every, original, tmp_path, monkeypatch
+    what, every, dumps, original, tmp_path, monkeypatch
 ):
     folder, moved, at_path, step = tmp_path / "run", tmp_path / "moved", [], loop.train_step
 
@@ -348,7 +361,7 @@ def test_a_run_whose_folder_is_moved_away_ends_and_writes_nothing_at_its_path(
         return step(state, *args, **kwargs)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    config = small(f"checkpoint.every={every}", "train.eval_every=0", "telemetry.mem_dump_every=1")
+    config = small(f"checkpoint.every={every}", "train.eval_every=0", f"telemetry.mem_dump_every={dumps}")
     with pytest.raises(LaunchError, match=r"train\.out_dir: .*run was renamed, deleted or replaced") as ended:
         train(config, folder)
     assert ended.value.exit_code == 7

@@ -1,7 +1,9 @@
 """A run whose data does not come: it reports that, stops when asked to, and ends with the exit code of the cause."""
 
 import json
+import os
 import signal
+import threading
 import time
 
 import pyarrow as pa
@@ -11,7 +13,8 @@ import pytest
 from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.sources import hub as hub_client
-from nsa.errors import DataUnavailableError
+from nsa.errors import DataUnavailableError, Preempted
+from nsa.run_folder import TRAINING, read_rows
 from nsa.train import train
 from tests.data.hub_server import REPO, HubServer, download
 from tests.data.mirror import write_mirror
@@ -97,11 +100,28 @@ def test_text_that_takes_long_to_tokenise_is_reported_with_how_far_it_is(texts, 
 
 def test_validation_documents_that_take_long_are_reported(hub, tmp_path, monkeypatch):
     real = build.collect_validation
-    monkeypatch.setattr(build, "collect_validation", lambda *given: time.sleep(0.5) or real(*given))
+    monkeypatch.setattr(build, "collect_validation", lambda *given: time.sleep(1.0) or real(*given))
     train(streamed(), tmp_path / "run")
+    assert max(float(row["step_s"]) for row in read_rows(tmp_path / "run", TRAINING)) < 1.0, "no part of a step"
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
     assert any("waiting for validation documents since" in message for message in messages), messages
     assert metrics_of(tmp_path / "run")["val_loss"] > 0
+
+
+def test_a_request_to_stop_ends_the_wait_for_validation_documents(hub, tmp_path, monkeypatch):
+    is_over = threading.Event()
+
+    def collect(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        is_over.wait(60)
+
+    monkeypatch.setattr(build, "collect_validation", collect)
+    began = time.monotonic()
+    with pytest.raises(Preempted, match="step 1 is saved"):
+        train(streamed("train.eval_every=2"), tmp_path / "run")
+    is_over.set()
+    assert time.monotonic() - began < 30
+    assert metrics_of(tmp_path / "run")["status"] == "preempted"
 
 
 def test_a_run_without_threads_reports_its_waits_too(hub, tmp_path):
