@@ -172,20 +172,22 @@ def last_lines(log: Path, count: int = 20) -> list[str]:
 @contextlib.contextmanager
 def _started(trial: Trial) -> Iterator[tuple[subprocess.Popen[bytes], set[psutil.Process]]]:
     """Yields the process, and a set for its descendants. Kills all of them at the end, also if this process is
-    interrupted or the launcher has died."""
-    members: set[psutil.Process] = set()
+    interrupted, even while it starts them, or if the launcher has died."""
+    process, members, before = None, set[psutil.Process](), set(_process_tree(os.getpid()))
     with open(trial.log_file, "ab" if trial.folder.exists() else "wb", opener=regular) as log:
-        process = subprocess.Popen(  # noqa: S603
-            trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(trial.faults)
-        )
         try:
+            process = subprocess.Popen(  # noqa: S603
+                trial.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=environment(trial.faults),
+            )  # fmt: skip
             yield process, members
         finally:
-            members.update(_process_tree(process.pid))
+            members.update(set(_process_tree(os.getpid())) - before)
             for member in members:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     member.kill()
-            process.wait()
+            if process is not None:
+                process.wait()
 
 
 def prepare_to_launch() -> None:

@@ -1,6 +1,7 @@
 """A trial that exceeds its time limit leaves its stacks and no process; the outcome is the run's own."""
 
 import json
+import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,9 +31,13 @@ def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypat
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped_s[0], sleep=time.sleep)
     monkeypatch.setattr("nsa.checks.trials.time", clock)
 
+    polls_after_step = []
+
     def on_progress(view, seconds):
         if view is not None and view.step == 1:
-            skipped_s[0] = 1000.0
+            polls_after_step.append(seconds)
+            if len(polls_after_step) == 6:  # the ranks are in the next step
+                skipped_s[0] = 1000.0
 
     trial = Trial(config, tmp_path / "run", nproc=2, limit_s=900.0, faults=fault)
     outcome = run_trial(trial, on_progress)
@@ -41,6 +46,18 @@ def test_a_run_over_its_limit_leaves_its_stacks_and_is_ended(tmp_path, monkeypat
     stacks = list((tmp_path / "run").glob("stackdump_*.txt"))
     assert len(stacks) == 2
     assert any("in train_step" in dump.read_text() for dump in stacks)
+    assert processes_that_name(tmp_path) == []
+
+
+def test_an_interrupt_while_the_run_is_started_leaves_no_process(tmp_path, monkeypatch):
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nsa.checks.trials.subprocess.Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        run_trial(Trial(load_config(write_config(tmp_path)), tmp_path / "run", nproc=1, limit_s=60.0))
     assert processes_that_name(tmp_path) == []
 
 
