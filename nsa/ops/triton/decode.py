@@ -36,7 +36,6 @@ from nsa.ops.triton.launch_table import (
 )
 from nsa.ops.triton.selection import score_planes
 
-MAX_HEADS_PER_GROUP = 128
 MAX_TOKENS_PER_BLOCK = 128  # compressed tokens
 MAX_SPLITS = 128
 MERGE_WARPS = 8  # maximum; one warp for every 1024 numbers of a row's parts
@@ -102,11 +101,9 @@ def default_params(q: Tensor, v: Tensor, keys: int, card: Card | None = None) ->
 def refusal(q: Tensor, v: Tensor, per_block: int = 1) -> str | None:
     """Why these kernels cannot run queries like q over values like v [P, page, G, Dv], with `per_block` compressed
     tokens in a selection block, or None."""
-    if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
-        return f"decoding takes at most {MAX_HEADS_PER_GROUP} query heads per group"
     if per_block > MAX_TOKENS_PER_BLOCK:
         return f"decoding takes at most {MAX_TOKENS_PER_BLOCK} compressed tokens in a selection block"
-    return launch_table.refusal(q, v)
+    return launch_table.group_refusal(q, v, "decoding")
 
 
 def nsa(

@@ -142,6 +142,15 @@ def refusal(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def group_refusal(q: Tensor, v: Tensor, what: str) -> str | None:
+    """`refusal` of kernels whose programs hold all heads of a group."""
+    is_large = max(q.shape[3], v.shape[3]) > 128
+    most = 64 if is_large and card_of(q).kind == "sm86" else 128  # of a small GPU, by shared memory
+    if v.shape[2] and q.shape[2] // v.shape[2] > most:
+        return f"{what} takes at most {most} query heads per group with these head sizes on this GPU"
+    return refusal(q, v)
+
+
 def launch_on(x: Tensor) -> AbstractContextManager[Any]:
     """Makes the tensor's device the current one, on which kernels are launched."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():

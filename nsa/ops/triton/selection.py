@@ -22,7 +22,6 @@ from nsa.ops.triton.launch_table import H200, Launch, LaunchTable, cdiv, launch_
 from nsa.ops.triton.selection_kernels import pick_kernel, score_kernel
 
 LOG2E = 1.4426950408889634
-MAX_HEADS_PER_GROUP = 128
 SCORE_BYTES = 256 << 20  # per chunk of queries
 SCORE_BYTES_PER_TOKEN = 1 << 10  # of the sequence, if that is more
 SCORE_PROGRAMS = 32 * H200.multiprocessors  # per launch, about: fewer would leave multiprocessors idle at its end
@@ -41,9 +40,7 @@ LAUNCHES = LaunchTable({
 
 def refusal(q: Tensor, v: Tensor) -> str | None:
     """Why these kernels cannot run queries like q with key/value heads like v's, or None."""
-    if v.shape[2] and q.shape[2] // v.shape[2] > MAX_HEADS_PER_GROUP:
-        return f"block selection takes at most {MAX_HEADS_PER_GROUP} query heads per group"
-    return launch_table.refusal(q, v)
+    return launch_table.group_refusal(q, v, "block selection")
 
 
 def default_params(q: Tensor, k: Tensor) -> tuple[Launch, Launch]:

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nsa.ops import NSASpec, PagedKV, nsa_decode, paged_attention
 from nsa.ops.reference import decode as reference
-from nsa.ops.triton import decode
+from nsa.ops.triton import decode, launch_table, selection
 from nsa.ops.triton.decode import Launches
 from nsa.ops.triton.decode_choice import pick_blocks
 from nsa.ops.triton.launch_table import Card, Launch
@@ -328,10 +328,22 @@ def test_public_functions_run_the_kernels():
     torch.testing.assert_close(got, paged_attention(q, kv[1], positions, backend="reference"))
 
 
+@pytest.mark.parametrize("refusal", [decode.refusal, selection.refusal])
+def test_small_cards_take_64_heads_per_group_of_large_heads(refusal, monkeypatch):
+    """With 128 heads of 256 a program needs 104 KiB of shared memory for decoding in bf16, 160 to select in fp32."""
+    few, many, large = (torch.zeros(1, 1, heads, dim) for heads, dim in ((64, 256), (65, 128), (65, 256)))
+    for capability, refused in ((86, [large]), (80, []), (90, [])):
+        card = launch_table.Card(launch_table.card_class(capability), 84)
+        monkeypatch.setattr(launch_table, "card_of", lambda _, card=card: card)
+        for q in (few, many, large):
+            assert (refusal(q, q[:, :, :1]) is not None) == any(q is other for other in refused)
+
+
 def test_unsupported_inputs_are_refused_with_a_reason():
     q = torch.zeros(1, 1, 4, 16)
     pool = torch.zeros(3, 64, 2, 16)
     assert decode.refusal(q, pool) is None
     assert "float64" in (decode.refusal(q.double(), pool.double()) or "")
     assert "query heads" in (decode.refusal(q.repeat(1, 1, 100, 1), pool) or "")
+    assert "at most 128 query" in (selection.refusal(q.repeat(1, 1, 100, 1), pool) or "")
     assert "compressed tokens" in (decode.refusal(q, pool, per_block=256) or "")
