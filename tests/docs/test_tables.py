@@ -70,6 +70,18 @@ def test_every_file_of_a_run_is_in_the_table_of_artifacts(artifacts, tmp_path):
     assert [name for name in written if not artifacts(name)] == []
 
 
+def test_the_grep_of_the_page_finds_why_a_run_ended(tmp_path):
+    """In what the run printed and in its run.log, which name the end in different words."""
+    page = (ROOT / "docs/many-gpus.md").read_text(encoding="utf-8")
+    pattern = re.search(r"^grep -E '(.+)' LOG", page, re.MULTILINE)[1]
+    config = write_config(tmp_path, train={"out_dir": str(tmp_path / "run")})
+    [ended] = run_ranks(1, "train", config, faults="step.loss:nan:hit=2")
+    assert ended.code == errors.NumericsError.exit_code, ended.output
+    for text in (ended.output, (tmp_path / "run" / "run.log").read_text(encoding="utf-8")):
+        assert re.search(pattern, text.splitlines()[-1]), text
+    assert re.search(pattern, "hang: rank 0: no progress for 6 s"), "as the watchdog prints it"
+
+
 def test_the_import_diagram_names_every_package_in_the_order_that_is_checked():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     shown = [set(line.split()) for line in DIAGRAM.search(text)[1].splitlines()]
