@@ -60,7 +60,7 @@ class Page:
 
     @property
     def commands(self) -> list[list[str]]:
-        """The words behind `nsa` in every line of a shell block that runs it."""
+        """The words after `nsa` in every line of a shell block that runs it."""
         lines = "\n".join(self.blocks("sh", "bash")).replace("\\\n", " ").splitlines()
         found = (shlex.split(line, comments=True) for line in lines if re.search(r"(^|/|-m )nsa ", line))
         return [words[_place_of_nsa(words) + 1 :] for words in found]
