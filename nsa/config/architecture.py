@@ -47,7 +47,7 @@ class ModelConfig(Section):
     n_layers: int = Field(12, ge=1, le=10_000, description="decoder blocks")
     n_heads: int = Field(12, ge=1, le=2**16, description="query heads")
     n_kv_heads: Positive = Field(2, description="key/value heads; divides n_heads")
-    head_dim_k: HeadSize = Field(64, description="size of a query or key head; even, for rotary pairs")
+    head_dim_k: HeadSize = Field(64, description="size of a query or key head")
     head_dim_v: HeadSize = Field(64, description="size of a value head")
     mlp_dim: int | None = Field(
         None, ge=1, le=2**22, description="width of the MLP; 8/3 * dim rounded up to a multiple of 64 when unset"
