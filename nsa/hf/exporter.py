@@ -146,7 +146,7 @@ def model_card(run: TrainedRun, name: str, package: str | None = None, form: sto
     tags = ["nsa", "native-sparse-attention"] if "nsa" in kinds else ["msa"] if "msa" in kinds else []
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     return f"""---
-library_name: transformers
+library_name: {"vllm" if form == "vllm" else "transformers"}
 pipeline_tag: text-generation
 tags: [{", ".join(tags)}]
 ---

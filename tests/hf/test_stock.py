@@ -211,6 +211,7 @@ def test_the_form_for_vllm_has_its_names_and_both_places_of_its_configuration(tm
     card = (tmp_path / "vllm" / "README.md").read_text()
     assert "**Warning:** kernels of vLLM and SGLang need heads and blocks of 128; this model has" in card
     assert "vllm serve vllm" in card
+    assert "library_name: vllm" in card, "transformers cannot load this form"
     described = json.loads((tmp_path / "vllm" / "config.json").read_text())
     assert (described["model_type"], described["architectures"]) == ("minimax_m3_vl", ["MiniMaxM3SparseForCausalLM"])
     for fields in (described, described["text_config"]):
