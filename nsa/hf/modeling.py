@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -259,8 +258,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if counted is not None and index_losses:
             device = loss.device
             kl = torch.stack([kl.to(device) for kl, _ in index_losses]).sum()
-            if not kl.requires_grad:  # no query chooses, but DistributedDataParallel waits for all gradients
-                kl = kl + 0.0 * sum(p.sum().to(device) for p in self._index_parameters())
             queries = index_losses[0][1].to(device)  # the same in all layers
             index_loss = kl / (index_terms * queries.clamp(min=1))
             # The batches of a step add up to a mean weighted by their targets, as those of the cross-entropy do.
@@ -274,11 +271,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
     def _index_terms(self) -> int:
         """The summands of the index loss per query; 0 where no index is trained."""
         return self.decoder.num_index_terms() if self.training and torch.is_grad_enabled() else 0
-
-    def _index_parameters(self) -> list[Tensor]:
-        """The trainable parameters of the indexes, unless they are sharded."""
-        found = ((name, p) for name, p in self.decoder.named_parameters() if p.requires_grad)
-        return [p for name, p in found if ".attention.index_" in name and not isinstance(p, DTensor)]
 
     def hidden(
         self,

@@ -69,9 +69,9 @@ def msa_attention(
     the queries whose loss counts, all unless given. The gradient of o reaches q, k and v alone, that of the loss
     index_q and index_k alone. A query that sees no more than `num_selected` blocks chooses nothing and has no loss.
     `max_seqlen` bounds the length of a packed document. Where it, or the sequence, is at most `spec.dense_tokens`, no
-    query chooses: the operator is dense attention, and the loss a constant 0. `is_dense` warms an index up: attention
-    and loss run over all visible tokens; the queries whose loss counts are the same. `backend` may be a mapping from
-    operators (index, index_loss, sel, win) to backends.
+    query chooses: the operator is dense attention, and the loss and its gradient are 0. `is_dense` warms an index up:
+    attention and loss run over all visible tokens; the queries whose loss counts are the same. `backend` may be a
+    mapping from operators (index, index_loss, sel, win) to backends.
     """
     index, index_loss, sel, win = (backend_of(operator, backend) for operator in ("index", "index_loss", "sel", "win"))
     length = sequence_length(q, q_offset)
@@ -91,7 +91,8 @@ def msa_attention(
     refuse_tangents("msa_attention", q, k, v, index_q, index_k)
     if min(length, length if max_seqlen is None else max_seqlen) <= spec.dense_tokens:
         o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=win)
-        nothing = torch.zeros((), dtype=_loss_dtype(q), device=q.device)
+        # With a gradient of 0: DDP and FSDP need one on every rank, and other ranks may have longer sequences.
+        nothing = (index_q[:, :0].sum() + index_k[:, :0].sum()).to(_loss_dtype(q))
         return o, nothing, nothing.to(torch.int64)
     indices: Tensor | None = None
     if is_dense:
