@@ -241,6 +241,8 @@ def test_compressed_keys_are_rotated_to_the_start_of_their_block():
         ({"rotary_dim": 18}, "rotary_dim"),
         ({"rotary_dim": 0}, "rotary_dim"),
         ({"rotary_dim": 8.0}, "rotary_dim"),
+        ({"rope_base": 0.0}, "rope_base"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling"),
         ({"dim": 0}, "dim"),
         ({"dim": 64.0}, "dim"),
         ({"num_heads": "4"}, "num_heads"),

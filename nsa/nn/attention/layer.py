@@ -130,6 +130,10 @@ class Attention(nn.Module):
             raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
         self.head_dim_k = head_size("head_dim_k", head_dim_k)
         self.head_dim_v = head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
+        if not rope_base > 0.0:
+            raise ArgumentError("rope_base", f"must be more than 0, got {rope_base}")
+        if not isinstance(rope_scaling, RopeScaling | None):
+            raise ArgumentError("rope_scaling", f"must be a RopeScaling or None, got {type(rope_scaling).__name__}")
         self.rope_base, self.backend = rope_base, backend
         turned = self.head_dim_k if rotary_dim is None else rotary_dim
         self.rotary_dim = whole_number("rotary_dim", turned, 2, self.head_dim_k)
