@@ -77,7 +77,8 @@ class KVCache:
         self.slack = whole_number("slack", slack)
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # the module inside torch.compile's wrapper
         modules = self.model.modules() if isinstance(self.model, nn.Module) else ()
-        layers: list[Any] = [m for m in modules if hasattr(m, "build_cache")]
+        # By class: the wrappers of torch.compile and of checkpointing have the attributes of what they wrap.
+        layers: list[Any] = [m for m in modules if hasattr(type(m), "build_cache")]
         if not layers:
             raise ArgumentError("model", f"has no attention layer of nsa: {type(model).__name__}")
         # One layer of each kind and spec: layers with the same spec complete blocks at the same tokens.

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from nsa.config.load import parse_config
 from nsa.errors import ArgumentError, CacheFullError
@@ -252,6 +253,12 @@ def test_a_cache_is_only_as_large_as_its_branches_need():
     assert shared["win"] == 0
     assert shared["tail"] == separate["tail"] // 3  # keys of 16 channels, no values of 32
     assert shared["sel"] == separate["sel"]
+
+
+def test_a_wrapped_layer_has_one_place_in_the_cache():
+    layers = [layer_of("nsa"), layer_of("dense"), layer_of("msa")]
+    model = nn.Sequential(torch.compile(layers[0], backend="eager"), checkpoint_wrapper(layers[1]), layers[2])
+    assert list(KVCache(model, sequences=1, max_length=64).layers) == layers
 
 
 def test_an_msa_layer_that_warms_its_index_up_reads_the_whole_cache():
