@@ -18,6 +18,7 @@ from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.library import check_border_values, define, differentiate, msa_spec_of, refuse_tangents
 from nsa.ops.observe import notify
 from nsa.ops.positions import token_positions
+from nsa.ops.reference.masked_attention import accumulation_dtype
 from nsa.ops.spec import MSASpec
 
 
@@ -92,7 +93,7 @@ def msa_attention(
     if min(length, length if max_seqlen is None else max_seqlen) <= spec.dense_tokens:
         o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=win)
         # With a gradient of 0: DDP and FSDP need one on every rank, and other ranks may have longer sequences.
-        nothing = (index_q[:, :0].sum() + index_k[:, :0].sum()).to(_loss_dtype(q))
+        nothing = (index_q[:, :0].sum() + index_k[:, :0].sum()).to(accumulation_dtype(q.dtype))
         return o, nothing, nothing.to(torch.int64)
     indices: Tensor | None = None
     if is_dense:
@@ -117,10 +118,6 @@ def _check_index_keys(index_k: Tensor, index_q: Tensor, length: int) -> None:
         raise ArgumentError("index_k", f"must be [B, N, E] = {wanted} to fit index_q, got {list(index_k.shape)}")
     check_like("index_k", index_k, index_q, "index_q")
     check_head_size("index_q", index_q)
-
-
-def _loss_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _choose(
@@ -156,7 +153,7 @@ def _loss_shapes(
     index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor, lse: Tensor, indices: Tensor | None, counted: Tensor,
     block: int, cu_seqlens: Tensor | None, q_offset: int, has_grads: bool, backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    acc = _loss_dtype(index_q)
+    acc = accumulation_dtype(index_q.dtype)
     d_index_q, d_index_k = (index_q.shape, index_k.shape) if has_grads else ((0,), (0,))
     kl = index_q.new_empty((), dtype=acc)
     return kl, index_q.new_empty(d_index_q), index_q.new_empty(d_index_k, dtype=acc)

@@ -19,6 +19,7 @@ from nsa.nn.attention.layer import Exchange, Pending
 from nsa.ops.block_attention import selected_backward_node, selected_node
 from nsa.ops.branches import window_backward_node, window_node
 from nsa.ops.layout import cached_with, token_layout
+from nsa.ops.reference.masked_attention import accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class _AttendGathered(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         call, per_group = gathered.call, q.shape[2] // k.shape[2]
         o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(q.shape[:3], dtype=_accumulation_type(q))
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
         selected = []
         for number, part in enumerate(gathered.parts):
             k_T, v_T = gathered.take(number)
@@ -238,7 +239,7 @@ class _AttendGathered(torch.autograd.Function):
             k_T, v_T = gathered.take(number)
             mine = slice(part.start * per_group, part.stop * per_group)
             sizes = (k_T.shape[1], q.shape[0], k_T.shape[2], k.shape[3] + v.shape[3])  # [T, B, heads, K + V]
-            total = q.new_zeros(sizes, dtype=_accumulation_type(q))
+            total = q.new_zeros(sizes, dtype=accumulation_dtype(q.dtype))
             for half in call.plan.halves:
                 rows, stop = half.rows, call.num_keys(half)
                 chosen = None if indices is None else indices[:, rows, part]
@@ -259,10 +260,6 @@ class _AttendGathered(torch.autograd.Function):
 def _set_heads(dk: Tensor, dv: Tensor, part: slice, summed: Pending) -> None:
     local = summed.wait().transpose(0, 1)
     dk[:, :, part], dv[:, :, part] = local.split([dk.shape[3], dv.shape[3]], dim=-1)
-
-
-def _accumulation_type(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def with_halos(k: Tensor, v: Tensor, width: int, context: Exchange) -> list[tuple[Tensor, Tensor]]:
