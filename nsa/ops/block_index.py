@@ -75,8 +75,8 @@ def msa_attention(
     mapping from operators (index, index_loss, sel, win) to backends.
     """
     index, index_loss, sel, win = (backend_of(operator, backend) for operator in ("index", "index_loss", "sel", "win"))
-    length = sequence_length(q, q_offset)
     check_sequence("q", q, cu_seqlens)
+    length = sequence_length(q, q_offset)
     check_pair("k", k, "v", v, q, length)
     check_sequence("index_q", index_q, cu_seqlens)
     check_like("index_q", index_q, q, "q")

@@ -265,6 +265,7 @@ def test_a_geometry_that_breaks_a_rule_names_its_field(sizes, field, rule):
 @pytest.mark.parametrize(
     ("argument", "change", "rule"),
     [
+        ("q", lambda x: x.flatten(), "dimensions"),
         ("index_q", lambda x: x[:, :, :1], "G"),
         ("index_q", lambda x: x.float(), "type"),
         ("index_q", lambda x: x[..., :8], "head size"),
