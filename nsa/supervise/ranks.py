@@ -8,28 +8,64 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from nsa.files import LARGEST_LOG, read_regular
+from nsa.files import open_regular
 from nsa.run_folder import HEARTBEAT, Event, format_event, parse_events
 
 LAST_EVENTS = 5
+TAIL, PIECE, LONGEST_BOOT = 2**18, 2**20, 2**12  # bytes of a heartbeat that are read at once
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class RankState:
-    """`boot` is the newest event `boot`, `events` are the newest events, `age_s` is the time since the last event."""
+    """`events` are the newest events. The rest is read on demand: the heartbeat of a long run is large, and a rank that
+    waits for others looks at the newest events of all ranks once per second."""
 
     rank: int
-    boot: Event
+    path: Path
     events: list[Event]
-    age_s: float
-    process: str  # psutil's status such as "sleeping" or "stopped", or "gone" or "unknown"
+
+    @cached_property
+    def boot(self) -> Event:
+        """The newest event `boot`, empty if there is none. The file is searched from its end."""
+        with suppress(OSError), open_regular(self.path) as file:
+            for start in range(file.seek(0, os.SEEK_END) - PIECE, -PIECE, -PIECE):
+                file.seek(max(0, start))
+                piece = file.read(PIECE + LONGEST_BOOT)
+                if b'"boot"' in piece:
+                    for event in parse_events(line for line in reversed(piece.splitlines()) if b'"boot"' in line):
+                        return event
+        return {}
+
+    @cached_property
+    def age_s(self) -> float:
+        """The time since the last event. Monotonic clocks can be compared if the same kernel runs both processes."""
+        boot_id = self.boot.get("boot_id")
+        with suppress(KeyError, TypeError, ValueError):
+            if boot_id is not None and boot_id == identify(os.getpid())["boot_id"]:
+                return time.monotonic() - float(self.events[-1]["clock"])
+        return time.time() - float(self.events[-1]["time"])
+
+    @cached_property
+    def process(self) -> str:
+        """psutil's status such as "sleeping" or "stopped", or "gone" or "unknown"."""
+        with suppress(KeyError, TypeError, ValueError):
+            if self.boot["start_ticks"] is not None and self.boot["host"] == socket.gethostname():
+                now = identify(int(self.boot["pid"]))
+                if any(self.boot[key] != value for key, value in now.items()):
+                    return "gone"
+                try:
+                    return psutil.Process(now["pid"]).status()
+                except psutil.Error:
+                    return "gone"
+        return "unknown"
 
     def to_dict(self) -> dict[str, Any]:
         last, boot = self.events[-1], self.boot
@@ -53,14 +89,16 @@ class RankState:
 
 
 def read_ranks(folder: Path, size: int) -> list[RankState]:
-    """Every rank of `size` that has written events; a larger world may have left files of others. Ranks with a damaged
-    file are skipped."""
+    """Every rank of `size` that has written events; a larger world may have left files of others. Ranks without a
+    readable event are skipped."""
     found = []
     for rank, path in HEARTBEAT.find(folder).items():
-        with suppress(OSError, ValueError, TypeError, KeyError, IndexError):
+        with suppress(OSError):
             if rank < size:
-                found.append(_read_rank(rank, path))
-    return found
+                with open_regular(path) as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                    found.append(RankState(rank, path, parse_events(file)))
+    return [state for state in found if state.events]
 
 
 def format_ranks(ranks: list[RankState]) -> str:
@@ -78,23 +116,3 @@ def identify(pid: int) -> dict[str, Any]:
         found["boot_id"] = BOOT_ID.read_text().strip()
         found["start_ticks"] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return found
-
-
-def _read_rank(rank: int, path: Path) -> RankState:
-    lines = read_regular(path, LARGEST_LOG).splitlines()
-    boot = next(iter(parse_events(line for line in reversed(lines) if b'"boot"' in line)), {})
-    events = parse_events(lines[-100:])
-    # The monotonic clocks of two processes can be compared if the same kernel runs both.
-    is_same_clock = boot.get("boot_id") is not None and boot["boot_id"] == identify(os.getpid())["boot_id"]
-    age_s = time.monotonic() - float(events[-1]["clock"]) if is_same_clock else time.time() - events[-1]["time"]
-    return RankState(rank, boot, events, age_s, _process_state(boot))
-
-
-def _process_state(boot: Event) -> str:
-    if boot.get("start_ticks") is None or boot.get("host") != socket.gethostname():
-        return "unknown"
-    now = identify(int(boot["pid"]))
-    if all(boot[key] == value for key, value in now.items()):
-        with suppress(psutil.Error):
-            return psutil.Process(now["pid"]).status()
-    return "gone"

@@ -105,7 +105,7 @@ def test_the_limit_follows_the_median_step(tmp_path):
     ],
 )
 def test_a_rank_whose_data_is_missing_decides_until_it_goes_on_or_hangs(events, is_stalled):
-    assert RankState(1, {}, [{"event": kind} for kind in events], 0.0, "sleeping").is_stalled is is_stalled
+    assert RankState(1, Path(), [{"event": kind} for kind in events]).is_stalled is is_stalled
 
 
 def write_events(folder: Path, rank: int, *events: dict[str, object]) -> None:
@@ -147,11 +147,27 @@ def test_every_rank_is_listed_also_after_it_found_a_hang_or_with_a_damaged_file(
     ranks = read_ranks(tmp_path, 4)
     assert [(r.rank, r.to_dict()["event"], r.to_dict()["pid"]) for r in ranks] == [
         (0, "hang", os.getpid()),
+        (1, "boot", "none"),
         (2, "boot", os.getpid()),
     ]
     text = format_ranks(ranks)
     assert f"rank 2: step 3, event boot, 0 s ago; process {os.getpid()} on another: unknown\n" in text
     assert "last events of rank 0:\n" in text
+
+
+@linux
+def test_a_look_at_all_ranks_does_not_depend_on_the_length_of_the_run(tmp_path):
+    """A rank that waits for the others looks every second; a report needs the boot event at the beginning."""
+    write_events(tmp_path, 0, {"event": "boot", **identify(os.getpid())}, {"event": "data_stall", "filler": "x" * 200})
+    path = tmp_path / "heartbeat_rank0.jsonl"
+    boot, stall = path.read_text().splitlines(keepends=True)
+    path.write_text(boot + stall * 200_000)
+    began = time.thread_time()
+    (rank,) = read_ranks(tmp_path, 1)
+    assert rank.is_stalled
+    assert time.thread_time() - began < 0.1
+    assert rank.to_dict()["pid"] == os.getpid()
+    assert rank.process in ("running", "sleeping")
 
 
 def test_a_beat_costs_less_than_20_microseconds(tmp_path):
