@@ -28,6 +28,7 @@ from nsa.inspect.run_files import (
     lookup,
     number,
     read_document,
+    seconds_between,
     total_fallbacks,
     whole,
 )
@@ -168,8 +169,8 @@ class RunView:
             return 0.0
         step, took = self.training.column("step"), self.training.column("step_s")
         inside = (step > first["step"]) & (step <= last["step"])
-        between = last["time"] - first["time"] - float(np.nansum(took[inside]))
-        return max(0.0, float(between)) / int(last["step"] - first["step"])
+        between = seconds_between(first, last) - float(np.nansum(took[inside]))
+        return max(0.0, between) / int(last["step"] - first["step"])
 
     def latest(self, column: str) -> float:
         """The newest value of a column of training.csv."""

@@ -34,8 +34,8 @@ MISSING = "missing"
 SAMPLES_SHOWN = 8
 _COUNTS = ("rows", "max_distinct", "count")  # columns that hold counts
 _ROUTINE = re.compile(
-    rb'\{"v": \d+, "time": (\d{1,15}(?:\.\d+)?), "rank": \d+, "step": (\d{1,15}), "event": "(%s)"'
-    rb'(?:, "clock": (\d+\.\d+))?.*\}' % "|".join(run_folder.ROUTINE_EVENTS).encode()
+    rb'\{"v": \d+, "time": [\d.]+, "rank": \d+, "step": \d+, "event": "(%s)".*\}'
+    % "|".join(run_folder.ROUTINE_EVENTS).encode()
 )
 
 
@@ -232,8 +232,7 @@ class HeartbeatFile(LogFile):
         self.first_step: Event = {}  # of the newest start of the process
         self.attempts: list[float] = []  # start times of the process
         self.seconds: list[float] = []  # duration of each attempt
-        self._routine: re.Match[bytes] | None = None  # the newest routine event, not counted yet
-        self._last_step = b""
+        self._routine = self._last_step = b""  # the newest routine event, not counted yet, and the newest step
         super().__init__(path)
         self._count_routine()
 
@@ -242,14 +241,13 @@ class HeartbeatFile(LogFile):
         return next(iter(run_folder.parse_events([self._last_step])), {})
 
     def add(self, line: bytes) -> None:
-        routine = _ROUTINE.fullmatch(line)
-        if routine:
+        if routine := _ROUTINE.fullmatch(line):
+            self._routine = line
             if not self.attempts:
-                self._count(_parse_routine(routine))
-            if routine[3] == b"step":
-                self.first_step = self.first_step or _parse_routine(routine)
+                self._count_routine()
+            if routine[1] == b"step":
                 self._last_step = line
-            self._routine = routine
+                self.first_step = self.first_step or self.last_step
         elif line.strip():
             event = run_folder.parse_event(line)
             self._count_routine()
@@ -259,9 +257,9 @@ class HeartbeatFile(LogFile):
                 self._drop_earlier_attempts()
 
     def _count_routine(self) -> None:
-        if self._routine:
-            self._count(_parse_routine(self._routine))
-            self._routine = None
+        for event in run_folder.parse_events([self._routine]):
+            self._count(event)
+        self._routine = b""
 
     def _count(self, event: Event) -> None:
         """Makes the event the newest one and updates the duration of the attempt."""
@@ -269,9 +267,7 @@ class HeartbeatFile(LogFile):
             self.attempts.append(event["time"])
             self.seconds.append(0.0)
             self._began, self.first_step = event, {}
-        by_clock, by_time = (number(event.get(key)) - number(self._began.get(key)) for key in ("clock", "time"))
-        passed = by_time if math.isnan(by_clock) else by_clock  # the time of day may jump; old files have no "clock"
-        self.seconds[-1] = max(self.seconds[-1], passed)
+        self.seconds[-1] = max(self.seconds[-1], seconds_between(self._began, event))
         self.newest = event
         if event["event"] not in ("hang", "attention"):  # they name the step that has begun
             self.done_steps = event["step"]
@@ -283,8 +279,10 @@ class HeartbeatFile(LogFile):
         self.first_step, self._last_step = {}, b""
 
 
-def _parse_routine(found: re.Match[bytes]) -> Event:
-    return {"time": float(found[1]), "step": int(found[2]), "event": found[3].decode(), "clock": found[4]}
+def seconds_between(first: Event, last: Event) -> float:
+    """By the monotonic clock of the process: the time of day may jump, and goes on while a machine is suspended."""
+    by_clock, by_time = (number(last.get(key)) - number(first.get(key)) for key in ("clock", "time"))
+    return by_time if math.isnan(by_clock) else by_clock  # files of 0.1 have no clock
 
 
 def read_document(path: Path) -> tuple[Row, str]:

@@ -158,6 +158,16 @@ def test_validation_and_saving_count_in_the_time_left(tmp_path):
     assert view.status.kind == "running"
 
 
+def test_a_suspended_machine_does_not_count_in_the_time_left(tmp_path):
+    now = live_run(tmp_path / "run", 40)
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("w") as file:
+        file.write(event("boot", 0, clock=9.0) + event("start", 0, steps=80, clock=9.5))
+        for step in range(1, 41):  # suspended for eight hours after step 20
+            late_s = 8 * 3600.0 if step > 20 else 0.0
+            file.write(event("step", step, at=BEGAN + step * 0.55 + late_s, clock=10 + step * 0.55))
+    assert read_run(tmp_path / "run", now + 8 * 3600).left_s == pytest.approx(40 * 0.55)
+
+
 def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
     now = live_run(tmp_path / "run", 40) + 300
     limits = "telemetry:\n  watchdog_floor_s: 60.0\n  watchdog_first_step_s: 600.0\n"
