@@ -54,7 +54,7 @@ def _draw(x: Numbers, depth: Numbers, columns: int, rows: int) -> list[str]:
     return ["".join(chr(_BRAILLE + sign) if sign else " " for sign in line) for line in signs.tolist()]
 
 
-def bars(values: list[float]) -> str:
+def bars(values: tuple[float, ...]) -> str:
     """One character per value; the largest value is a full block."""
     most = max((v for v in values if math.isfinite(v)), default=0.0)
     heights = [max(1, round(8 * value / most)) if math.isfinite(value) and value > 0 else 0 for value in values]

@@ -5,6 +5,7 @@ Control characters in text from files are escaped.
 """
 
 import math
+from collections.abc import Iterable
 from textwrap import wrap
 
 from rich.text import Text
@@ -26,9 +27,9 @@ _MAX_WARNINGS = 5
 def frame(view: RunView, width: int = 80, height: int = 24, *, plain: bool = False) -> Text:
     """At most `height` lines of at most `width` columns. `plain` draws with ASCII only."""
     width, height = max(20, min(width, _WIDEST)), max(4, height)
-    head, numbers = _header(view, width), _numbers(view)
+    head, numbers = _header(view, width), _numbers(view, width)
     lines = [*head, *_warnings(view, width, height - len(head) - len(numbers)), *numbers]
-    selection = _selection(view)
+    selection = _selection(view, width)
     incidents = _incidents(view)
     gates = _gates(view, width)
     room = height - len(lines) - len(selection)
@@ -92,7 +93,7 @@ def _warnings(view: RunView, width: int, height: int) -> list[Text]:
     return lines
 
 
-def _numbers(view: RunView) -> list[Text]:
+def _numbers(view: RunView, width: int) -> list[Text]:
     validation = view.validation
     val = "-" if validation is None else f"{exact(validation[1])} at step {validation[0]}"
     bits = [] if validation is None else [("bits/byte", exact(validation[2], ".3f"))]
@@ -105,13 +106,19 @@ def _numbers(view: RunView) -> list[Text]:
          ("data wait", percent(view.data_share)), ("save waits", seconds(view.save_wait_s)),
          ("memory", f"{exact(view.mem_gib, '.2f')} GiB")],
     ]  # fmt: skip
-    return [_pairs(line) for line in pairs]
+    return [line for some in pairs for line in _pairs(some, width)]
 
 
-def _pairs(pairs: list[tuple[str, str]]) -> Text:
-    styles = ("bold" if at == 0 else "" for at in range(len(pairs)))
-    parts = zip(pairs, styles, strict=True)
-    return Text("  ").join(Text.assemble((f"{name} ", "dim"), (value, style)) for (name, value), style in parts)
+def _pairs(pairs: Iterable[tuple[str, str]], width: int) -> list[Text]:
+    """Lines of names and values; a pair that does not fit begins a new line."""
+    lines: list[Text] = []
+    for name, value in pairs:
+        part = Text.assemble((f"{name} ", "dim"), (value, "" if lines else "bold"))
+        if lines and lines[-1].cell_len + 2 + part.cell_len <= width:
+            lines[-1].append("  ").append_text(part)
+        else:
+            lines.append(part)
+    return lines
 
 
 def _loss(view: RunView, width: int, height: int) -> list[Text]:
@@ -144,27 +151,20 @@ def _gate_line(layer: str, gates: GateStats, bar: int) -> Text:
     return line
 
 
-def _selection(view: RunView) -> list[Text]:
+def _selection(view: RunView, width: int) -> list[Text]:
     found = view.selection
     if found is None:
         return []
-    line = _pairs(
-        [
-            ("selection", f"{short(found.mean_distinct)} blocks (most {found.max_distinct:.0f})"),
-            ("forced", percent(found.share_forced)),
-            ("agreement", percent(found.agreement)),
-            *([] if found.mass is None else [("mass", percent(found.mass))]),
-        ]
-    )
+    numbers = [
+        ("selection", f"{short(found.mean_distinct)} blocks (most {found.max_distinct:.0f})"),
+        ("forced", percent(found.share_forced)),
+        ("agreement", percent(found.agreement)),
+        *([] if found.mass is None else [("mass", percent(found.mass))]),
+    ]
     used = [at for at, share in enumerate(found.distances) if share > 0]
-    shown = list(zip(DISTANCE_BINS, found.distances, strict=True))[: max(used, default=0) + 1]
-    drawn = bars([share for _, share in shown])
-    far = Text("distance in blocks", "dim")
-    for sign, (name, share) in zip(drawn, shown, strict=True):
-        far.append(f" {name} ", "dim")
-        far.append(sign, "cyan")
-        far.append(f"{share:.0%}")
-    return [line, far]
+    shares = found.distances[: max(used, default=0) + 1]
+    shown = ((name, f"{bar}{share:.0%}") for name, bar, share in zip(DISTANCE_BINS, bars(shares), shares, strict=False))
+    return [*_pairs(numbers, width), *_pairs([("distance", "in blocks"), *shown], width)]
 
 
 def _incidents(view: RunView) -> list[Text]:

@@ -122,6 +122,21 @@ def test_a_frame_fits_its_terminal(tmp_path, size, plain):
             assert part in text
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_numbers_that_do_not_fit_into_a_line_continue_in_the_next(tmp_path, width):
+    now = live_run(tmp_path / "run", 2000)
+    lines = text_of(read_run(tmp_path / "run", now), width, 40).split("\n")
+    assert max(map(len, lines)) <= width
+    words = " ".join(" ".join(lines).split())
+    for part in (
+        "at step 2000 bits/byte 0.900 lr 3.00e-04 grad 0.485 tokens/s",
+        "memory 31.50 GiB",
+        "32-63 █",
+        "1024+ ▁",
+    ):
+        assert part in words
+
+
 def test_every_event_of_a_run_has_the_fields_of_the_contract(finished):
     events = run_folder.read_events(finished)
     assert len(events) == len((finished / "heartbeat_rank0.jsonl").read_text().splitlines())
@@ -268,8 +283,9 @@ def test_a_reason_that_is_longer_than_the_terminal_leaves_the_numbers_and_says_w
     )
     lines = text_of(read_run(copy), 40, 20).split("\n")
     assert len(lines) == 20
-    assert "run.log or nsa report" in lines[-3]
-    assert lines[-1].startswith("tokens/s")
+    (more,) = (at for at, line in enumerate(lines) if "run.log or nsa report" in line)
+    assert lines[more + 1].startswith("loss ")
+    assert lines[-1].startswith("memory ")
 
 
 def test_the_first_frame_shows_dashes_for_unknown_values(tmp_path):
