@@ -1,6 +1,6 @@
-"""The contract of a run folder: the files that a run writes, their columns and fields, and functions that format and
-parse rows and events. Recorders, watchdog, viewers and checks take every name from here. Imports neither torch nor
-numpy. docs/telemetry.md explains each file, column and field.
+"""The contract of a run folder: the files that a run writes, their columns, and functions that format and parse rows
+and events. Recorders, watchdog, viewers and checks take every name from here. Imports neither torch nor numpy.
+docs/telemetry.md explains each file and column, and the fields of each event.
 """
 
 import csv
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from nsa.errors import CheckpointError, reworded
 from nsa.files import open_regular, read_regular, regular
@@ -256,25 +256,6 @@ def _means(parts: Sequence[Any], weights: Sequence[float]) -> Any:
 _TRAINING = tuple(f.name for f in fields(TrainingRow))
 _GATES = tuple(f.name for f in fields(GateStats))
 _SELECTION = tuple(f.name for f in fields(SelectionStats))
-
-# The fields of each event besides COMMON_FIELDS.
-EVENT_FIELDS: dict[EventKind, tuple[str, ...]] = {
-    "boot": ("pid", "host", "boot_id", "start_ticks"),
-    "first_batch": ("seconds", "data"),
-    "start": ("strategy", "world_size", "backend", "steps", "fresh", "from_checkpoint", "pid", "host"),
-    "step": (*_TRAINING[1:], "telemetry_failures"),
-    "gates": _GATES,  # and `layers`: these fields per layer, with `layer`; the heartbeat omits it
-    "selection": _SELECTION,  # and `layers`, as above
-    "fallbacks": ("counts",),  # lists of operator, reason, count
-    "data_stall": ("seconds", "message"),
-    "save_wait": ("seconds", "writing"),  # training waits until the checkpoint of step `writing` is saved
-    "attention": ("message",),  # the layers compute something else from this step on
-    "incident": ("kind", "message"),
-    "hang": ("phase", "silent_s", "limit_s", "file", "ranks"),  # tables of rank, step, event, age_s, pid, host, state
-    "preempted": (),
-    "end": (),
-}
-assert set(EVENT_FIELDS) == set(get_args(EventKind))
 
 
 def make_event(event: EventKind, rank: int, step: int, **values: Any) -> Event:

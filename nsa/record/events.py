@@ -1,9 +1,9 @@
 """One stream of events per rank records a run. Files and dashboards are sinks of the stream.
 
-`nsa.run_folder` lists the kinds of events and their fields. Background threads write: training puts an event into a
-queue and continues. Sinks that are added together share a thread, so a sink that hangs delays only these. A checkpoint
-waits for the files; the end of a run waits for every sink, ten seconds at most. An event that a sink cannot write is
-counted and dropped. A sink that fails three times in a row with anything but a disk error is removed.
+`nsa.run_folder` lists the kinds of events, docs/telemetry.md their fields. Background threads write: training puts an
+event into a queue and continues. Sinks that are added together share a thread, so a sink that hangs delays only these.
+A checkpoint waits for the files; the end of a run waits for every sink, ten seconds at most. An event that a sink
+cannot write is counted and dropped. A sink that fails three times in a row with anything but a disk error is removed.
 """
 
 import errno

@@ -15,6 +15,7 @@ from nsa.inspect.reading import read_run
 from nsa.inspect.run_report import render
 from nsa.inspect.view import frame
 from nsa.record.sinks import TableSink
+from tests.record.runs import EVENT_FIELDS
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -71,7 +72,7 @@ def test_its_events_match_the_contract():
     events = [run_folder.parse_event(line) for line in (RECORDED / "heartbeat_rank0.jsonl").read_text().splitlines()]
     later = ("clock", "boot_id", "start_ticks", "index_kl", "mass")  # it was recorded without them
     for event in events:
-        fields = (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS[event["event"]])
+        fields = (*run_folder.COMMON_FIELDS, *EVENT_FIELDS[event["event"]])
         assert tuple(event) == tuple(name for name in fields if name not in later), event["event"]
         assert json.loads(run_folder.format_event(event)) == event
     assert {event["event"] for event in events} >= {"boot", "first_batch", "start", *run_folder.ROUTINE_EVENTS, "end"}

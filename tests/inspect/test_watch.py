@@ -20,6 +20,7 @@ from nsa.inspect.view import frame
 from nsa.run_folder import format_event, parse_event
 from tests.record.runs import (
     BEGAN,
+    EVENT_FIELDS,
     GATES,
     HEADER,
     event,
@@ -142,7 +143,7 @@ def test_every_event_of_a_run_has_the_fields_of_the_contract(finished):
     assert len(events) == len((finished / "heartbeat_rank0.jsonl").read_text().splitlines())
     assert {each["event"] for each in events} >= {"boot", "first_batch", "start", *run_folder.ROUTINE_EVENTS, "end"}
     for each in events:
-        assert tuple(each) == (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS[each["event"]])
+        assert tuple(each) == (*run_folder.COMMON_FIELDS, *EVENT_FIELDS[each["event"]])
 
 
 def test_a_run_is_running_then_silent(tmp_path):

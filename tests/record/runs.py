@@ -3,8 +3,10 @@
 import json
 import math
 import random
+from dataclasses import fields
 from pathlib import Path
 
+from nsa import run_folder
 from nsa.config import parse_config
 from nsa.train import train
 
@@ -25,6 +27,25 @@ SELECTION = "step,rows,mean_distinct,max_distinct,share_at_max,share_forced,agre
     f"distance_{name}" for name in BINS
 )
 LAYER_SELECTION = SELECTION.replace("step,", "step,layer,")
+# The fields of each event besides run_folder.COMMON_FIELDS.
+EVENT_FIELDS: dict[run_folder.EventKind, tuple[str, ...]] = {
+    "boot": ("pid", "host", "boot_id", "start_ticks"),
+    "first_batch": ("seconds", "data"),
+    "start": ("strategy", "world_size", "backend", "steps", "fresh", "from_checkpoint", "pid", "host"),
+    "step": (*run_folder.TRAINING.columns[1:], "telemetry_failures"),
+    "gates": tuple(
+        f.name for f in fields(run_folder.GateStats)
+    ),  # and `layers`: these fields per layer, with `layer`; the heartbeat omits it
+    "selection": tuple(f.name for f in fields(run_folder.SelectionStats)),  # and `layers`, as above
+    "fallbacks": ("counts",),  # lists of operator, reason, count
+    "data_stall": ("seconds", "message"),
+    "save_wait": ("seconds", "writing"),  # training waits until the checkpoint of step `writing` is saved
+    "attention": ("message",),  # the layers compute something else from this step on
+    "incident": ("kind", "message"),
+    "hang": ("phase", "silent_s", "limit_s", "file", "ranks"),  # tables of rank, step, event, age_s, pid, host, state
+    "preempted": (),
+    "end": (),
+}
 BEGAN = 1_700_000_000.0
 
 

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from nsa import run_folder
 from nsa.files import remove_unfinished
 from nsa.run_folder import GateStats, RankFiles, SelectionStats
+from tests.record.runs import EVENT_FIELDS
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "telemetry.md").read_text()
 
@@ -46,7 +48,7 @@ def test_half_written_tables_and_pages_of_a_killed_process_are_removed(tmp_path)
 def test_an_event_reads_back_as_it_was_written():
     ranks = [{"rank": 1, "state": "gone"}]
     event = run_folder.make_event("hang", 3, 7, phase="step", silent_s=math.inf, limit_s=6.0, file=None, ranks=ranks)
-    assert tuple(event) == (*run_folder.COMMON_FIELDS, *run_folder.EVENT_FIELDS["hang"])
+    assert tuple(event) == (*run_folder.COMMON_FIELDS, *EVENT_FIELDS["hang"])
     line = run_folder.format_event(event)
     assert run_folder.parse_event(line) == {**event, "silent_s": "inf"}
     assert line.endswith("}\n")
@@ -124,7 +126,8 @@ def test_the_documentation_names_every_file_event_and_column():
     files += ["stackdump_{time}_rank{r}.txt", *(table.file for table in run_folder.TABLES)]
     assert [name for name in files if name not in DOCS] == []
     table = DOCS[DOCS.index("## Events") : DOCS.index("Kinds of incident")]
-    for kind, own in run_folder.EVENT_FIELDS.items():
+    assert set(EVENT_FIELDS) == set(get_args(run_folder.EventKind))
+    for kind, own in EVENT_FIELDS.items():
         line = next((line for line in table.splitlines() if f"`{kind}`" in line), "")
         assert line, kind
         assert kind in run_folder.ROUTINE_EVENTS or [field for field in own if f"`{field}`" not in line] == [], kind
