@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -188,15 +188,6 @@ class GateStats:
         """Builds the statistics from a row of gate_stats.csv."""
         return cls(int(row["rows"]), *(row[f.name] for f in fields(cls)[1:]))
 
-    @classmethod
-    def merge(cls, parts: Sequence[Self]) -> Self:
-        """Combines the statistics of several ranks as if one rank had seen all rows."""
-        rows = [part.rows for part in parts]
-        mean = _means(parts, rows)
-        lowest, largest = min(part.min_entropy for part in parts), max(part.largest_share for part in parts)
-        shares = (mean(f"share_{branch}") for branch in BRANCHES)
-        return cls(sum(rows), mean("mean_entropy"), lowest, largest, mean("collapsed"), *shares)
-
 
 @dataclass(frozen=True)
 class SelectionStats:
@@ -222,35 +213,6 @@ class SelectionStats:
         own |= {name: int(own[name]) for name in ("rows", "max_distinct")}
         own["mass"] = None if math.isnan(own["mass"]) else own["mass"]
         return cls(**own, distances=tuple(row[name] for name in DISTANCE_COLUMNS))
-
-    @classmethod
-    def merge(cls, parts: Sequence[Self]) -> Self:
-        """Combines the statistics of several ranks as if one rank had seen all rows. The files lack the number of
-        blocks that an agreement refers to, so agreements are weighted by all blocks, and masses by all rows."""
-        rows, blocks = [part.rows for part in parts], [part.rows * part.mean_distinct for part in parts]
-        by_row, by_block = _means(parts, rows), _means(parts, blocks)
-        bins = zip(*(part.distances for part in parts), strict=True)
-        masses = [(part.mass, part.rows) for part in parts if part.mass is not None]
-        return cls(
-            sum(rows),
-            by_row("mean_distinct"),
-            max(part.max_distinct for part in parts),
-            by_row("share_at_max"),
-            by_block("share_forced"),
-            by_block("agreement"),
-            tuple(_mean(shares, blocks) for shares in bins),
-            _mean(*zip(*masses, strict=True)) if masses else None,
-        )
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    if len(values) == 1:
-        return values[0]  # without the rounding of a product
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / (sum(weights) or 1.0)
-
-
-def _means(parts: Sequence[Any], weights: Sequence[float]) -> Any:
-    return lambda name: _mean([getattr(part, name) for part in parts], weights)
 
 
 _TRAINING = tuple(f.name for f in fields(TrainingRow))

@@ -9,7 +9,7 @@ import csv
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,9 @@ LARGEST = 1e100
 MISSING = "missing"
 SAMPLES_SHOWN = 8
 _COUNTS = ("rows", "max_distinct", "count")  # columns that hold counts
+_MERGED_BY: dict[str, Callable[[list[Any]], Any]]
+_MERGED_BY = {"rows": sum, "max_distinct": max, "largest_share": max, "min_entropy": min}
+_OF_BLOCKS = ("share_forced", "agreement", "distances")
 _ROUTINE = re.compile(
     rb'\{"v": \d+, "time": [\d.]+, "rank": \d+, "step": \d+, "event": "(%s)".*\}'
     % "|".join(run_folder.ROUTINE_EVENTS).encode()
@@ -202,9 +205,27 @@ class Samples(RankTables, Generic[Stats]):
         try:
             for row in (row for file in self.files.values() for row in file.rows(step)):
                 parts.setdefault(row.get("layer", ALL_LAYERS), []).append(self._kind.of(row))
-            return {layer: self._kind.merge(part) for layer, part in parts.items()}
+            return {layer: merged(part) for layer, part in parts.items()}
         except (KeyError, ValueError, OverflowError, ZeroDivisionError):
             return {}
+
+
+def merged(parts: Sequence[Stats]) -> Stats:
+    """The statistics of several ranks as if one rank had seen all rows. Shares of blocks are weighted by blocks, all
+    others by rows. The files lack the number of blocks that an agreement refers to, and of the rows of a mass."""
+    if len(parts) == 1:
+        return parts[0]  # without the rounding of a product
+    found: dict[str, Any] = {}
+    for name in vars(parts[0]):
+        known = [part for part in parts if getattr(part, name) is not None]
+        values = [getattr(part, name) for part in known]
+        if name in _MERGED_BY:
+            found[name] = _MERGED_BY[name](values)
+            continue
+        weights = [part.rows * (getattr(part, "mean_distinct", 1.0) if name in _OF_BLOCKS else 1.0) for part in known]
+        means: Any = np.average(values, 0, weights if any(weights) else None).tolist() if values else None
+        found[name] = tuple(means) if name == "distances" else means
+    return type(parts[0])(**found)
 
 
 def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str], float]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.checks.artifacts import check_artifacts
 from nsa.config import load_config, parse_config
 from nsa.inspect.reading import read_run
+from nsa.inspect.run_files import merged
 from nsa.inspect.run_report import render
 from nsa.inspect.view import frame
 from nsa.nn import NSAAttention
@@ -32,7 +33,7 @@ from nsa.record.attention_stats import (
     read_selection,
     selection_numbers,
 )
-from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, LAYER_SELECTION, TRAINING, GateStats, read_rows
+from nsa.run_folder import ALL_LAYERS, DISTANCE_BINS, LAYER_SELECTION, TRAINING, read_rows
 from nsa.train import train
 from tests.train.test_feed import TINY
 
@@ -312,7 +313,7 @@ def test_merged_layers_and_ranks_equal_the_statistics_of_all_rows():
     observer.finish(1)
     [sample] = observer.ready()
     mixed, selected = read_gates(gate_numbers(gates)), read_selection(selection_numbers(indices, SPEC, None))
-    by_rank = GateStats.merge([sample.gates["a"], sample.gates["b"]])
+    by_rank = merged([sample.gates["a"], sample.gates["b"]])
     for parts, whole in ((sample.gates["all"], mixed), (by_rank, mixed), (sample.selection["all"], selected)):
         for name, value in asdict(whole).items():
             wanted = value if value is None else pytest.approx(value, rel=1e-6)

@@ -13,6 +13,7 @@ import pytest
 
 from nsa import run_folder
 from nsa.files import remove_unfinished
+from nsa.inspect.run_files import merged
 from nsa.run_folder import GateStats, RankFiles, SelectionStats
 from tests.record.runs import EVENT_FIELDS
 
@@ -94,18 +95,16 @@ def test_a_sample_fills_its_tables_layer_by_layer_and_over_all():
 
 
 def test_merging_weights_parts_by_their_rows():
-    gates = GateStats.merge(
-        [GateStats(1, 1.0, 0.5, 0.4, 0.0, 0.2, 0.3, 0.5), GateStats(3, 0.6, 0.2, 0.9, 1.0, 0.6, 0.3, 0.1)]
-    )
+    gates = merged([GateStats(1, 1.0, 0.5, 0.4, 0.0, 0.2, 0.3, 0.5), GateStats(3, 0.6, 0.2, 0.9, 1.0, 0.6, 0.3, 0.1)])
     assert asdict(gates) == pytest.approx(asdict(GateStats(4, 0.7, 0.2, 0.9, 0.75, 0.5, 0.3, 0.2)))
     shares = ((1, 1.0, None), (4, 0.0, 0.5), (4, 0.0, 0.9))
     few, many, more = (SelectionStats(10, n, n, 0.5, 0.5, share, (share,) * 12, mass) for n, share, mass in shares)
-    merged = SelectionStats.merge([few, many])
-    assert (merged.rows, merged.mean_distinct, merged.max_distinct) == (20, 2.5, 4)
-    assert (merged.agreement, merged.distances[0]) == (pytest.approx(0.2), pytest.approx(0.2))
-    assert SelectionStats.merge([few, few]).mass is None
-    assert merged.mass == 0.5, "of the part that measured it"
-    assert SelectionStats.merge([few, many, more]).mass == pytest.approx(0.7)
+    both = merged([few, many])
+    assert (both.rows, both.mean_distinct, both.max_distinct) == (20, 2.5, 4)
+    assert (both.agreement, both.distances[0]) == (pytest.approx(0.2), pytest.approx(0.2))
+    assert merged([few, few]).mass is None
+    assert both.mass == 0.5, "of the part that measured it"
+    assert merged([few, many, more]).mass == pytest.approx(0.7)
 
 
 def test_the_documentation_names_every_file_event_and_column():
