@@ -25,7 +25,6 @@ from nsa.run_folder import OUT_OF_MEMORY, memory_files
 KINDS = ("parameters", "gradients", "optimizer state", "buffers")
 UNACCOUNTED = "activations and others"
 LARGEST_TENSORS = 20
-LARGEST_OWNERS = 5
 
 NamedTensors = Callable[[], Iterable[tuple[str, Tensor]]]
 TensorInfo = dict[str, Any]  # kind, name, shape, dtype and bytes of a tensor; local_shape of a sharded one
@@ -145,8 +144,9 @@ def oom_report(
     requested = report["requested_bytes"]
     more = f" and {format_bytes(requested)} more requested" if requested else ""
     used = f"{format_bytes(report['in_use_bytes'])} of {format_bytes(report['total_bytes'])} in use{more}"
-    owners = Counter(report["kinds"]).most_common(LARGEST_OWNERS)
-    largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in owners if size)
+    kinds = Counter({kind: entry["bytes"] for kind, entry in report["owners"].items()})
+    kinds[UNACCOUNTED] = report["unaccounted_bytes"]
+    largest = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds.most_common() if size)
     return f"out of memory on rank {rank}: {used}; largest: {largest}{remedy}"
 
 
@@ -240,18 +240,12 @@ def _oom_state(rank: int, device: torch.device, error: BaseException, named_tens
         in_use = total - free  # includes other processes and CUDA itself
     else:
         in_use, total = snapshot["resident_bytes"], psutil.virtual_memory().total
-    owners = snapshot["owners"]
-    kinds = {kind: entry["bytes"] for kind, entry in owners.items()} | {UNACCOUNTED: snapshot["unaccounted_bytes"]}
-    modules = [(size, kind, module) for kind, entry in owners.items() for module, size in entry["modules"].items()]
-    largest = sorted([*modules, (kinds[UNACCOUNTED], UNACCOUNTED, None)], key=lambda owner: -owner[0])[:LARGEST_OWNERS]
     return {
         **snapshot,
         "error": str(error)[:2000] or type(error).__name__,
         "requested_bytes": _bytes_in(error, "ried to allocate"),
         "in_use_bytes": in_use,
         "total_bytes": total,
-        "kinds": kinds,
-        "largest_owners": [{"kind": kind, "module": module, "bytes": size} for size, kind, module in largest if size],
         "allocator": torch.cuda.memory_stats(device) if device.type == "cuda" else None,
     }
 
