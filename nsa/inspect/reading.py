@@ -16,6 +16,7 @@ import numpy as np
 
 from nsa import run_folder
 from nsa.errors import CheckpointError, HangError
+from nsa.formatting import seconds
 from nsa.inspect.run_files import (
     MISSING,
     HeartbeatFile,
@@ -50,6 +51,15 @@ class Status:
     limit_s: float
     exit_code: int | None = None
     reason: str = ""
+
+    @property
+    def text(self) -> str:
+        about = {
+            RUNNING: f"running, last event {seconds(self.age_s)} ago",
+            SILENT: f"SILENT since {seconds(self.age_s)}",
+            FAILED: f"FAILED, exit code {self.exit_code}",
+        }
+        return about.get(self.kind, self.kind)
 
 
 class RunView:

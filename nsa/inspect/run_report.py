@@ -19,7 +19,7 @@ from nsa.files import write_whole
 from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
 from nsa.inspect.health import is_unhealthy, unhealthy
-from nsa.inspect.reading import FAILED, RUNNING, SILENT, RunView
+from nsa.inspect.reading import RunView
 from nsa.inspect.report_plots import gate_figures, selection_figures, short_layer, speed_figures, training_figures
 from nsa.inspect.report_style import STYLE
 from nsa.inspect.run_files import lookup, number
@@ -81,19 +81,14 @@ def grid(figures: Iterable[str]) -> str:
 
 
 def _header(view: RunView, name: str, links: str) -> str:
-    status = view.status
-    text = {
-        RUNNING: "running",
-        SILENT: f"silent since {seconds(status.age_s)}",
-        FAILED: f"failed, exit code {status.exit_code}",
-    }.get(status.kind, status.kind)
     gpus = view.env.get("gpu")
     where = str(gpus[0]) if isinstance(gpus, list) and gpus else "CPU"
     facts = [f"{view.strategy} x {view.world_size}", where]
     facts += [f"{view.attempts} starts"] if view.attempts > 1 else []
     facts += [f"began {clock(view.started_at, '%Y-%m-%d %H:%M')}"] if math.isfinite(view.started_at) else []
     return (
-        f'<header><div class="title"><h1>{name}</h1><span class="status {status.kind}">{escape(text)}</span></div>'
+        f'<header><div class="title"><h1>{name}</h1>'
+        f'<span class="status {view.status.kind}">{escape(view.status.text)}</span></div>'
         f'<p class="facts">{escape(" · ".join(one_line(fact, 80) for fact in facts))}</p>'
         f'<div class="progress" role="img" aria-label="step {view.step} of {view.steps}">'
         f'<i style="width:{view.done:.2%}"></i></div>'

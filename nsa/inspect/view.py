@@ -13,7 +13,7 @@ from rich.text import Text
 from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
 from nsa.inspect.chart import TO_ASCII, bars, curve, split_bar
 from nsa.inspect.health import MAX_COLLAPSED, is_unhealthy, unhealthy
-from nsa.inspect.reading import FAILED, FINISHED, PREEMPTED, RUNNING, SILENT, RunView
+from nsa.inspect.reading import FINISHED, PREEMPTED, RUNNING, RunView
 from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GateStats
 
 _STATUS_STYLE = {RUNNING: "bold green", FINISHED: "bold cyan", PREEMPTED: "yellow"}  # others are bold red
@@ -58,15 +58,10 @@ def _fit(lines: list[Text], width: int, plain: bool) -> Text:
 
 def _header(view: RunView, width: int) -> list[Text]:
     status = view.status
-    text = {
-        RUNNING: f"running, last event {seconds(status.age_s)} ago",
-        SILENT: f"SILENT since {seconds(status.age_s)}",
-        FAILED: f"FAILED, exit code {status.exit_code}",
-    }.get(status.kind, status.kind)
     first = Text.assemble(
         (one_line(view.name, 60), "bold"),
         "  ",
-        (text, _STATUS_STYLE.get(status.kind, "bold red")),
+        (status.text, _STATUS_STYLE.get(status.kind, "bold red")),
         f"  {one_line(view.strategy, 20)} x {view.world_size}",
         f", attempt {view.attempts}" if view.attempts > 1 else "",
     )
