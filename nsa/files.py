@@ -11,7 +11,6 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -107,12 +106,6 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
-
-
-def lacks_final_newline(file: FileIO) -> bool:
-    """Whether the last line of a file that was opened to append ("a+b") does not end in a newline."""
-    size = os.fstat(file.fileno()).st_size
-    return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
 
 
 def remove_unfinished(folder: Path) -> None:

@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from nsa.files import lacks_final_newline, regular
+from nsa.files import regular
 from nsa.record.failures import Failures, reporting_bugs
 from nsa.run_folder import HEARTBEAT, Event, EventKind, format_event, make_event
 
@@ -191,8 +191,8 @@ class FileSink(Sink):
         try:
             if self._file is None:
                 self._file = open(self._path, "a+b", buffering=0, opener=regular)  # noqa: SIM115  (until close)
-            if on_new_line and lacks_final_newline(self._file):  # a full disk may have truncated the last line
-                text = b"\n" + text
+            if on_new_line and self.size and os.pread(self._file.fileno(), 1, self.size - 1) != b"\n":
+                text = b"\n" + text  # a full disk may have truncated the last line
             if self._file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
