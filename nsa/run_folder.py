@@ -6,6 +6,7 @@ docs/telemetry.md explains each file and column, and the fields of each event.
 import csv
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -133,6 +134,7 @@ EventKind = Literal[
 ]  # fmt: skip
 Event = dict[str, Any]
 EVENT_VERSION = 1
+_PIECE, _LONGEST_BOOT = 2**20, 2**12  # bytes
 COMMON_FIELDS = ("v", "time", "rank", "step", "event", "clock")  # clock: monotonic seconds, for durations
 ROUTINE_EVENTS: tuple[EventKind, ...] = ("step", "gates", "selection", "fallbacks")  # the tables have their numbers
 
@@ -255,6 +257,19 @@ def read_events(folder: Path, rank: int = 0) -> list[Event]:
     """Reads all events of a rank, oldest first. Raises OSError."""
     with open_regular(HEARTBEAT.path(folder, rank)) as file:
         return parse_events(file)
+
+
+def newest_boot(folder: Path, rank: int) -> Event:
+    """The newest event `boot` of a rank, empty if there is none. The heartbeat of a long run is large, and is searched
+    from its end."""
+    with suppress(OSError), open_regular(HEARTBEAT.path(folder, rank)) as file:
+        for start in range(file.seek(0, os.SEEK_END) - _PIECE, -_PIECE, -_PIECE):
+            file.seek(max(0, start))
+            piece = file.read(_PIECE + _LONGEST_BOOT)
+            if b'"boot"' in piece:
+                for event in parse_events(line for line in reversed(piece.splitlines()) if b'"boot"' in line):
+                    return event
+    return {}
 
 
 # --------------------------------------------------------------------------------------------------------- tables

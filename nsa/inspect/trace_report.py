@@ -17,7 +17,7 @@ from typing import Any
 from nsa.errors import ConfigError
 from nsa.files import open_regular
 from nsa.formatting import clock, one_line, seconds
-from nsa.run_folder import OLDER_TRACE, TRACE, reading_run
+from nsa.run_folder import OLDER_TRACE, TRACE, newest_boot, reading_run
 
 Lines = Iterator[tuple[str, str]]  # label and text
 ONE_START_S = 600.0  # the ranks of one start begin within this time; an older trace belongs to an earlier start
@@ -92,7 +92,9 @@ def explain(folder: Path) -> Iterator[str]:
     if not found:
         remedy = "telemetry.trace_grads=true, telemetry.trace_modules=true or telemetry.trace_buckets=true"
         raise ConfigError(f"{folder}: holds no trace_rank*.jsonl; tracing is off by default. Start with {remedy}")
-    for label, text in _explain(found):
+    # A rank of the newest start may not have traced yet.
+    present = [trace for trace in found if trace.started >= newest_boot(folder, trace.rank).get("time", 0.0)]
+    for label, text in _explain(present or found):
         yield from textwrap.wrap(one_line(text, 800), 80, initial_indent=f"{label:<9}", subsequent_indent=" " * 13)
 
 

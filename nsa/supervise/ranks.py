@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 
 from nsa.files import open_regular
-from nsa.run_folder import HEARTBEAT, Event, format_event, parse_events
+from nsa.run_folder import HEARTBEAT, Event, format_event, newest_boot, parse_events
 
 LAST_EVENTS = 5
-TAIL, PIECE, LONGEST_BOOT = 2**18, 2**20, 2**12  # bytes of a heartbeat that are read at once
+TAIL = 2**18  # bytes of a heartbeat that hold its newest events
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -34,15 +34,7 @@ class RankState:
 
     @cached_property
     def boot(self) -> Event:
-        """The newest event `boot`, empty if there is none. The file is searched from its end."""
-        with suppress(OSError), open_regular(self.path) as file:
-            for start in range(file.seek(0, os.SEEK_END) - PIECE, -PIECE, -PIECE):
-                file.seek(max(0, start))
-                piece = file.read(PIECE + LONGEST_BOOT)
-                if b'"boot"' in piece:
-                    for event in parse_events(line for line in reversed(piece.splitlines()) if b'"boot"' in line):
-                        return event
-        return {}
+        return newest_boot(self.path.parent, self.rank)
 
     @cached_property
     def age_s(self) -> float:

@@ -425,6 +425,16 @@ def test_a_rank_without_a_trace_is_absent(copied):
     assert "absent   rank 1: left no trace of this start" in text(folder)
 
 
+def test_a_rank_that_started_again_and_has_not_traced_yet_is_absent(copied):
+    folder = copied("ddp")
+    begun = {rank: events(folder, "start", rank)[0]["time"] for rank in (0, 1)}
+    for rank, booted in ((0, begun[0] - 1), (1, begun[1] + 60)):
+        boot = {"time": booted, "step": 0, "event": "boot", "rank": rank}
+        (folder / f"heartbeat_rank{rank}.jsonl").write_text(json.dumps(boot) + "\n")
+    assert "absent   rank 1: left no trace of this start" in text(folder)
+    assert "BEHIND" not in text(folder)
+
+
 def test_damaged_traces_are_read_as_far_as_they_go(copied):
     folder = copied("ddp")
     path = folder / "trace_rank1.jsonl"
