@@ -20,14 +20,13 @@ from nsa.formatting import seconds
 from nsa.inspect.run_files import (
     MISSING,
     HeartbeatFile,
-    LogFile,
     Numbers,
-    RankTables,
     Samples,
     SamplesFile,
     StepTable,
     lookup,
     number,
+    rank_tables,
     read_document,
     seconds_between,
     total_fallbacks,
@@ -80,8 +79,9 @@ class RunView:
         self.gate_samples = Samples(run_folder.GATES, GateStats, folder, writers)
         self.selection_samples = Samples(run_folder.SELECTION, SelectionStats, folder, writers)
         self.layer_selection_samples = Samples(run_folder.LAYER_SELECTION, SelectionStats, folder, writers)
-        fallbacks = RankTables(run_folder.FALLBACKS, folder, writers)
-        self._tables = (self.gate_samples, self.selection_samples, self.layer_selection_samples, fallbacks)
+        fallbacks = rank_tables(run_folder.FALLBACKS, folder, writers)
+        samples = (self.gate_samples, self.selection_samples, self.layer_selection_samples)
+        self._tables = [file for each in (*(s.files for s in samples), fallbacks) for file in each.values()]
         self.selection = self.selection_samples.at(self.selection_samples.last_step).get(run_folder.ALL_LAYERS)
         self.gates = self.gate_samples.at(self.gate_samples.last_step)  # by layer; the last key is ALL_LAYERS
         self.layer_selection = self.layer_selection_samples.at(self.layer_selection_samples.last_step)
@@ -96,7 +96,7 @@ class RunView:
         began, size = 0.0 if math.isnan(self.started_at) else self.started_at, self.world_size
         return {
             rank: file
-            for rank, file in sorted(self._heartbeats.items())
+            for rank, file in self._heartbeats.items()
             if rank < size or (file.newest and file.newest["time"] >= began)
         }
 
@@ -107,9 +107,7 @@ class RunView:
     @property
     def problems(self) -> dict[str, str]:
         """Descriptions of missing and damaged files, by file name."""
-        files: list[LogFile] = [self.training, self.samples]
-        files += [file for tables in self._tables for file in tables.files.values()]
-        files += [file for _, file in sorted(self._heartbeats.items())]
+        files = [self.training, self.samples, *self._tables, *self._heartbeats.values()]
         found = {name: problem for name, (_, problem) in self._documents.items()}
         found |= {file.path.name: file.problem for file in files}
         return {name: problem for name, problem in found.items() if problem}

@@ -9,7 +9,7 @@ import csv
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -175,39 +175,33 @@ class SampleTable(TableFile):
             yield dict(zip((*self._names, *self.table.text), (*map(bounded, numbers), *texts), strict=True))
 
 
-class RankTables:
-    """The same table of all ranks; `files` maps ranks to files."""
-
-    def __init__(self, table: Table, folder: Path, world_size: int):
-        """Ignores the files of ranks that the run does not have: an earlier run may have written them."""
-        paths = {0: table.files.path(folder, 0), **table.files.find(folder)}
-        self.files = {rank: SampleTable(path, table) for rank, path in paths.items() if rank == 0 or rank < world_size}
+def rank_tables(table: Table, folder: Path, world_size: int) -> dict[int, SampleTable]:
+    """The same table of all ranks, without those that the run does not have: an earlier run may have written them."""
+    paths = {0: table.files.path(folder, 0), **table.files.find(folder)}
+    return {rank: SampleTable(path, table) for rank, path in paths.items() if rank == 0 or rank < world_size}
 
 
-class Samples(RankTables, Generic[Stats]):
+class Samples(Generic[Stats]):
     """Statistics of one kind. `at` merges the ranks of a step on request."""
 
     def __init__(self, table: Table, kind: type[Stats], folder: Path, world_size: int):
-        super().__init__(table, folder, world_size)
+        self.files = rank_tables(table, folder, world_size)
         self._kind: type[Stats] = kind
+        self.steps = sorted(set().union(*(file.steps for file in self.files.values())))
 
     @property
     def last_step(self) -> int:
-        return max((step for file in self.files.values() for step in file.steps), default=0)
+        return self.steps[-1] if self.steps else 0
 
     def by_step(self) -> dict[int, dict[str, Stats]]:
-        steps = sorted(set().union(*(file.steps for file in self.files.values())))
-        return {step: found for step in steps if (found := self.at(step))}
+        return {step: self.at(step) for step in self.steps}
 
     def at(self, step: int) -> dict[str, Stats]:
-        """Statistics by layer, or by ALL_LAYERS in a table without layers. Empty if columns are missing."""
-        parts: dict[str, list[Stats]] = {}
-        try:
-            for row in (row for file in self.files.values() for row in file.rows(step)):
-                parts.setdefault(row.get("layer", ALL_LAYERS), []).append(self._kind.of(row))
-            return {layer: merged(part) for layer, part in parts.items()}
-        except (KeyError, ValueError, OverflowError, ZeroDivisionError):
-            return {}
+        """Statistics by layer, or by ALL_LAYERS in a table without layers."""
+        parts: defaultdict[str, list[Stats]] = defaultdict(list)
+        for row in (row for file in self.files.values() for row in file.rows(step)):
+            parts[row.get("layer", ALL_LAYERS)].append(self._kind.of(row))
+        return {layer: merged(part) for layer, part in parts.items()}
 
 
 def merged(parts: Sequence[Stats]) -> Stats:
@@ -228,11 +222,11 @@ def merged(parts: Sequence[Stats]) -> Stats:
     return type(parts[0])(**found)
 
 
-def total_fallbacks(tables: RankTables, started_at: int) -> dict[tuple[str, str], float]:
+def total_fallbacks(tables: Mapping[int, SampleTable], started_at: int) -> dict[tuple[str, str], float]:
     """How often a fast kernel was requested and not used, by branch and reason, summed over ranks. Counters restart
     with the process: only rows after step `started_at` of the newest start count."""
     counts: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for file in tables.files.values():
+    for file in tables.values():
         newest = max(file.steps, default=0)
         for row in file.rows(newest) if newest > started_at else ():
             counts[row["branch"], row["reason"]] += row["count"]
