@@ -4,6 +4,7 @@ docs/telemetry.md explains each file and column, and the fields of each event.
 """
 
 import csv
+import io
 import json
 import math
 import os
@@ -328,14 +329,9 @@ TABLES = (TRAINING, GATES, SELECTION, LAYER_SELECTION, FALLBACKS)
 
 def format_row(values: Iterable[Any]) -> str:
     """Formats a line of a table: numbers in full precision, an empty cell for None, quotes where a text needs them."""
-    return ",".join(map(_format_cell, values)) + "\n"
-
-
-def _format_cell(value: Any) -> str:
-    if not isinstance(value, str):
-        return "" if value is None else repr(value)
-    text = value.replace("\n", " ")
-    return '"' + text.replace('"', '""') + '"' if any(c in text for c in ',"') else text
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(v.replace("\n", " ") if isinstance(v, str) else v for v in values)
+    return line.getvalue()
 
 
 def read_rows(folder: Path, table: Table) -> list[dict[str, str]]:
