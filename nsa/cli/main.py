@@ -152,9 +152,10 @@ def _ignore_stop_signals() -> None:
 
 
 def _waiting_threads() -> set[str]:
-    """Waits THREADS_END_S for threads that read data or print. Returns the names of those that still run."""
+    """Waits THREADS_END_S for threads that read data, save or print. Returns the names of those that still run."""
     deadline = time.monotonic() + THREADS_END_S
-    found = [thread for thread in threading.enumerate() if thread.name.startswith(("data-", CONSOLE_THREAD))]
+    names = ("data-", "checkpoint", CONSOLE_THREAD)
+    found = [thread for thread in threading.enumerate() if thread.name.startswith(names)]
     for thread in found:
         thread.join(max(0.0, deadline - time.monotonic()))
     return {thread.name for thread in found if thread.is_alive()}

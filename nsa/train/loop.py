@@ -154,6 +154,8 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
             session.checkpointing.settle()
         monitor.close()
         record_end(claim, reason, session.step if session else None, monitor.describe())
+        if session is not None:
+            session.feed.close()  # its threads would outlive the run
         if exhausted is not None:
             raise exhausted from error
         raise

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,7 @@ from nsa.cli.main import app
 from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError
+from nsa.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError
 from nsa.nn.model import build_model
 from nsa.run_folder import MACHINE_COLUMNS
 from nsa.train import train
@@ -67,6 +69,16 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained") / "run"
     train(tiny("train.steps=30", "runtime.precision=fp32"), folder)
     return folder
+
+
+def test_a_run_that_fails_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    with pytest.raises(NumericsError):
+        train(tiny("train.lr=1e38", "train.non_finite=stop"), tmp_path / "run")
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.02)
 
 
 def test_two_runs_with_one_seed_write_the_same_numbers(plain, tmp_path):
