@@ -74,7 +74,10 @@ def _behind(view: RunView) -> Iterator[str]:
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return
     seen_at = {rank: file.newest["time"] for rank, file in view.ranks.items()}
-    latest, worst = max(seen_at.values()), min(seen_at, key=lambda rank: seen_at[rank])
+    worst, *_, newest = sorted(seen_at, key=lambda rank: seen_at[rank])
+    if view.ranks[newest].newest["event"] == "data_stall":
+        return  # the others wait for this rank
+    latest = seen_at[newest]
     if late := sum(latest - at > view.status.limit_s for at in seen_at.values()):
         more = f" (and {late - 1} more ranks)" if late > 1 else ""
         step, silent_s = view.ranks[worst].newest["step"], latest - seen_at[worst]

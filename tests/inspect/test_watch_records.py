@@ -111,6 +111,14 @@ def test_equal_reports_of_all_ranks_are_one_line_and_a_silent_rank_is_named(tmp_
     assert any(line.startswith("rank 1 is silent at step 100") for line in unhealthy(view))
 
 
+def test_ranks_that_wait_for_the_data_of_another_one_are_not_called_silent(tmp_path):
+    now = live_run(tmp_path / "run") + 120
+    stall = event("data_stall", 40, 1, at=now, seconds=120, message="no batch since 120 s")
+    (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1) + stall)
+    view = read_run(tmp_path / "run", now)
+    assert (view.status.kind, view.timeline[0].kind, unhealthy(view)) == ("running", "data stall", [])
+
+
 def test_a_half_written_last_line_waits_for_its_rest(tmp_path):
     now = live_run(tmp_path / "run")
     row = training_row(41, loss=1.25)
