@@ -21,6 +21,7 @@ from nsa.run_folder import OLDER_TRACE, TRACE, newest_boot, reading_run
 
 Lines = Iterator[tuple[str, str]]  # label and text
 ONE_START_S = 600.0  # the ranks of one start begin within this time; an older trace belongs to an earlier start
+MOST_RANKS = 2**16
 MOST, ENTRY = 8, " " * 11  # maximum number of list entries, and the label of each
 GRADIENT, LOSS, STARTED = "gradient #", "the loss", "started"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -68,6 +69,8 @@ class RankTrace:
             if not event.get("continued"):
                 self.steps, self.notes, self.started, self.ended = {}, [], self.last_time, False
             self.kinds, self.trainable = ([*map(intern, event[field])] for field in ("kinds", "trainable"))
+            if event["world_size"] > MOST_RANKS:
+                raise ValueError
             self.world_size, self.started = int(event["world_size"]), self.started or self.last_time
         elif kind == "note":
             self.notes.append(str(event["text"]))

@@ -438,10 +438,18 @@ def test_a_rank_that_started_again_and_has_not_traced_yet_is_absent(copied):
 def test_damaged_traces_are_read_as_far_as_they_go(copied):
     folder = copied("ddp")
     path = folder / "trace_rank1.jsonl"
-    wrong = ['{"event": "grad"}', "[1]", "nul", '{"event": "grad", "time": 1, "step": 1, "name": 3}', "\x00\x1b[2J"]
+    start = json.dumps({**events(folder, "start")[0], "continued": True, "world_size": 10**12})
+    wrong = [
+        start,
+        '{"event": "grad"}',
+        "[1]",
+        "nul",
+        '{"event": "grad", "time": 1, "step": 1, "name": 3}',
+        "\x00\x1b[2J",
+    ]
     path.write_bytes(path.read_bytes() + "\n".join(wrong).encode() + b"\n\xff\xfe\n")
     report = text(folder)
-    assert "6 lines were damaged" in report
+    assert "7 lines were damaged" in report
     assert "step 2 complete" in report
 
 
