@@ -170,11 +170,7 @@ def load_weights(model: nn.Module, path: Path, *, converts: bool = False) -> Non
         return
     tensors = read_weights(path) if path.is_dir() else read_tensors(path)
     own = dict(model.named_parameters())  # tied parameters are stored once, under the first name
-    for prefix, layer in dense.items():
-        layer.start_from_dense()
-        kept = {name: tensors.pop(prefix + name) for name in DENSE_PARAMETERS if prefix + name in tensors}
-        tensors |= {prefix + target: kept[name] for name in kept for target in layer.dense_targets(name)}
-        tensors |= {prefix + name: own[prefix + name].detach() for name in layer.new_parameters()}
+    start_from_dense(tensors, dense)
     saved, wanted = ({name: tensor.shape for name, tensor in some.items()} for some in (tensors, own))
     check_shapes(path, saved, wanted)
     with torch.no_grad():
@@ -182,8 +178,19 @@ def load_weights(model: nn.Module, path: Path, *, converts: bool = False) -> Non
             own[name].copy_(tensor)
 
 
+def start_from_dense(tensors: dict[str, Tensor], layers: Mapping[str, Attention]) -> None:
+    """Replaces the parameters of dense layers in `tensors` by those of `layers`, by name: copies, and those that the
+    layers initialise for a start from dense ones."""
+    for prefix, layer in layers.items():
+        layer.start_from_dense()
+        own, new = dict(layer.named_parameters()), layer.new_parameters()
+        kept = {name: tensors.pop(f"{prefix}.{name}") for name in DENSE_PARAMETERS if f"{prefix}.{name}" in tensors}
+        tensors |= {f"{prefix}.{to}": kept[name].clone() for name in kept for to in layer.dense_targets(name)}
+        tensors |= {f"{prefix}.{name}": own[name].detach() for name in new}
+
+
 def _saved_as_dense(model: nn.Module, path: Path) -> dict[str, Attention]:
-    """Returns the attention layers of other kinds for which `path` has dense ones, by the prefix of their parameters.
+    """Returns the attention layers of other kinds for which `path` has dense ones, by name.
     A layer with any other parameter in `path` is not dense: it may have lost some."""
     if path.is_dir():
         names = [name.removeprefix(MODEL) for name in saved_shapes(path) if name.startswith(MODEL)]
@@ -195,5 +202,5 @@ def _saved_as_dense(model: nn.Module, path: Path) -> dict[str, Attention]:
         saved = {other.removeprefix(f"{name}.") for other in names if other.startswith(f"{name}.")}
         own = {name for name, _ in layer.named_parameters()}
         if saved and saved <= DENSE_PARAMETERS and not own <= DENSE_PARAMETERS:
-            found[f"{name}."] = layer
+            found[name] = layer
     return found

@@ -4,15 +4,14 @@ No code in the folder is executed: weights are safetensors, and a model with its
 project's decoder does not support are errors, so that an imported model computes the same function.
 """
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from nsa.checkpoint.export import weights_metadata, write_weights
+from nsa.checkpoint.export import start_from_dense, weights_metadata, write_weights
 from nsa.checkpoint.format import write_atomically
 from nsa.checkpoint.storage import open_safetensors
 from nsa.config import Config, load_config, parse_config
@@ -22,7 +21,7 @@ from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_to
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.hf import stock
 from nsa.hf.names import HF_LAYER, INSIDE, OUTSIDE
-from nsa.nn.attention import Attention, attention_layers
+from nsa.nn.attention import attention_layers
 from nsa.nn.model import build_model
 from nsa.run_folder import WEIGHTS_FILE, read_json
 from nsa.train.folder import write_config
@@ -32,7 +31,6 @@ OWN_TYPE = "nsa"  # the model_type in exports of `nsa export`
 HF_TOKENIZER_CONFIG, HF_GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 HF_WEIGHTS, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 _OWN = "decoder."  # prefix of all names in exports of `nsa export`
-_IN_LAYER = re.compile(r"(blocks\.([0-9]+)\.attention\.)(.+)")
 
 
 def import_model(
@@ -96,7 +94,11 @@ def import_model(
     config = parse_config(content, str(source), [kinds, *overrides])
     if attention is not None and attention not in config.model.layer_kinds():
         raise ConfigError(f"--attention {attention}: model.layer_pattern has no such layer; name one in it")
-    weights = converted_weights(source, config, is_own=is_own, is_stock=is_stock, is_dense=is_dense)
+    described_model = {} if attention is None else {"attention": "dense", "layer_pattern": None}
+    dense_or_same = config.model_copy(update={"model": config.model.model_copy(update=described_model)})
+    weights = read_weights(source, dense_or_same, is_own=is_own, is_stock=is_stock)
+    if attention is not None:
+        _convert(weights, config)
     with reworded(CheckpointError, f"{run}: cannot be written"):
         run.mkdir(parents=True, exist_ok=True)
         if kept:
@@ -230,19 +232,14 @@ def _rotary(described: dict[str, Any], head_dim: int, refuse: Any) -> dict[str, 
     return found
 
 
-def converted_weights(
-    source: Path, config: Config, *, is_own: bool, is_stock: bool, is_dense: bool
-) -> dict[str, Tensor]:
-    """Returns every parameter of the decoder that `config` describes: from the folder, whose tensors have the names of
-    `nsa export` (`is_own`), of MiniMax-M3 (`is_stock`) or of Llama. Parameters that the layers of an `is_dense` folder
-    lack are initialised.
-    """
+def read_weights(source: Path, config: Config, *, is_own: bool, is_stock: bool) -> dict[str, Tensor]:
+    """Returns every parameter of the decoder that `config` describes, from a folder whose tensors have the names of
+    `nsa export` (`is_own`), of MiniMax-M3 (`is_stock`) or of Llama."""
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
     with torch.device("meta"):
         model = build_model(config, vocab_size, 0)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    layers = [layer for _, layer in attention_layers(model)] if is_dense else []
     if config.model.tied_head:
         shapes["head.weight"] = shapes["embedding.weight"]  # some files contain it too
     found: dict[str, Tensor] = {}
@@ -252,11 +249,9 @@ def converted_weights(
             continue
         if not tensor.is_floating_point():
             raise CheckpointError(f"{source}: {name} has dtype {tensor.dtype}, which is not a floating-point type")
-        parts = stock.own_tensors(name, tensor) if is_stock else [(_target(name, is_own=is_own), tensor)]
-        places = [(target, part) for own, part in parts for target in _targets(own, layers) if target in shapes]
-        if not places:
-            raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
-        for place, (target, part) in enumerate(places):
+        for target, part in stock.own_tensors(name, tensor) if is_stock else [(_target(name, is_own=is_own), tensor)]:
+            if target not in shapes:
+                raise CheckpointError(f"{source}: {name} has no place in the model of {HF_CONFIG}; remove the tensor")
             if shapes[target] != part.shape:
                 wanted = f"{list(shapes[target])} by {HF_CONFIG}"
                 raise CheckpointError(f"{source}: {name}: {target} is {list(part.shape)} in its file and {wanted}")
@@ -264,35 +259,22 @@ def converted_weights(
                 raise CheckpointError(
                     f"{source}: has two tensors for {target}: {origins[target]} and {name} in {file}; remove one"
                 )
-            found[target] = part.clone() if place else part  # a shared tensor would be stored once
-            origins[target] = f"{name} in {file}"
+            found[target], origins[target] = part, f"{name} in {file}"
     if config.model.tied_head:
         shapes.pop("head.weight")
         head = found.pop("head.weight", None)
         if head is not None and not torch.equal(head, found.get("embedding.weight", head)):
             raise CheckpointError(f"{source}: tie_word_embeddings is true, but the head differs from the embedding")
-    missing = sorted(set(shapes) - set(found))
-    if lost := [name for name in missing if not _is_new(name, layers)]:
-        raise CheckpointError(f"{source}: the weights do not match {HF_CONFIG}: no tensor for {lost[:3]}")
-    return found | _initial(config, vocab_size, missing)
+    if missing := sorted(set(shapes) - set(found)):
+        raise CheckpointError(f"{source}: the weights do not match {HF_CONFIG}: no tensor for {missing[:3]}")
+    return found
 
 
-def _is_new(name: str, layers: Sequence[Attention]) -> bool:
-    """Whether a parameter of the decoder has no counterpart in a dense layer."""
-    inside = _IN_LAYER.fullmatch(name)
-    return inside is not None and bool(layers) and inside[3] in layers[int(inside[2])].new_parameters()
-
-
-def _initial(config: Config, vocab_size: int, names: list[str]) -> dict[str, Tensor]:
-    """Returns the parameters that a dense model lacks, initialised by the layers for a conversion."""
-    if not names:
-        return {}
+def _convert(weights: dict[str, Tensor], config: Config) -> None:
+    """Replaces the parameters of dense layers by those of the layers of `config`."""
     slim = config.model.model_copy(update={"vocab_size": None, "mlp_dim": 1, "tied_head": True})
     fresh = build_model(config.model_copy(update={"model": slim}), 1, config.train.seed)
-    for _, layer in attention_layers(fresh):
-        layer.start_from_dense()
-    parameters = dict(fresh.named_parameters())
-    return {name: parameters[name].detach() for name in names}
+    start_from_dense(weights, dict(attention_layers(fresh)))
 
 
 def _target(name: str, *, is_own: bool) -> str:
@@ -302,15 +284,6 @@ def _target(name: str, *, is_own: bool) -> str:
     if match := HF_LAYER.fullmatch(name):
         return f"blocks.{match[1]}.{INSIDE.get(match[2])}.{match[3]}"
     return OUTSIDE.get(name, "")
-
-
-def _targets(target: str, layers: Sequence[Attention]) -> list[str]:
-    """Returns the parameters that start as the parameter `target`; `layers` are the converted attention layers."""
-    inside = _IN_LAYER.fullmatch(target)
-    if inside is None or int(inside[2]) >= len(layers):
-        return [target]
-    own = (inside[1] + name for name in layers[int(inside[2])].dense_targets(inside[3]))
-    return list(dict.fromkeys([target, *own]))
 
 
 def _read_tensors(source: Path) -> Iterator[tuple[str, str, Tensor]]:
