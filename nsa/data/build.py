@@ -119,7 +119,8 @@ class _Builder:
 
     def part(self, source: SourceConfig, folder: Path | None) -> Data:
         if source.source == "synthetic":
-            make = partial(SyntheticSequences, self.train.seq_len, self.train.seed, self.tokenizer.separator)
+            ids = self.tokenizer.separator, self.tokenizer.vocab_size
+            make = partial(SyntheticSequences, self.train.seq_len, self.train.seed, *ids)
             summary = "synthetic: endless generated phrases"
             return self._data(make, partial(make, validation=True), summary, "synthetic 1")
         if source.source == "recall":

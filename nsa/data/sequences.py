@@ -103,15 +103,16 @@ class SyntheticSequences(Sequences):
     model can learn.
 
     One of twenty consecutive documents is for validation, so the splits share phrases but no document. Tokens are
-    bytes, which are valid ids in every vocabulary.
+    bytes, modulo the size of a vocabulary that is too small for letters.
     """
 
     PHRASES = 512
     VALIDATION_EVERY = 20
     name = "synthetic"
 
-    def __init__(self, seq_len: int, seed: int, separator: int, *, validation: bool = False):
+    def __init__(self, seq_len: int, seed: int, separator: int, vocab_size: int = 256, *, validation: bool = False):
         self.seq_len, self.seed, self.separator, self.validation = seq_len, seed, separator, validation
+        self._ids = min(255, vocab_size)  # letters are below
         self._phrases = make_phrases(seed, self.PHRASES)
 
     def row(self, number: int) -> Row:
@@ -124,7 +125,7 @@ class SyntheticSequences(Sequences):
         chosen = (uniform**2 * self.PHRASES).astype(np.int64)
         text = b"".join([self._phrases[i] for i in chosen.tolist()])
         tokens = np.full(self.seq_len + 1, self.separator, dtype=np.min_scalar_type(max(255, self.separator)))
-        tokens[1:-1] = np.frombuffer(text, dtype=np.uint8)[: self.seq_len - 1]
+        tokens[1:-1] = np.frombuffer(text, dtype=np.uint8)[: self.seq_len - 1] % self._ids
         return self._row_of(tokens, np.array([0, self.seq_len]))
 
 

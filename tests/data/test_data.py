@@ -15,7 +15,7 @@ from nsa.data.prepare import prepare
 from nsa.data.sequences import Concat, SyntheticSequences
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import PythonSource, TextSource
-from nsa.data.tokenizers import ByteTokenizer
+from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.waiting import Activity
 from nsa.errors import DataError
 
@@ -154,6 +154,16 @@ def test_synthetic_text_repeats_with_its_seed_and_splits_without_overlap():
     assert documents(0, False) != documents(1, False)
     assert len(set(documents(0, False))) == 60
     assert not set(documents(0, False)) & set(documents(0, True))
+
+
+def test_synthetic_tokens_are_ids_of_a_vocabulary_without_letters(tmp_path):
+    """`nsa doctor` and `nsa ready` train on them with the tokenizer of any run."""
+    model = {"type": "BPE", "vocab": {"A": 0, "C": 1, "G": 2, "T": 3, "<|endoftext|>": 4}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    data = build_data(DataConfig(source="synthetic"), TrainConfig(seq_len=64), tokenizer)
+    for loader in (data.train, data.validation):
+        assert set(loader.batch(0, 4).inputs.flatten().tolist()) == set(range(5))
 
 
 def test_the_standard_library_is_a_corpus_of_real_text():
