@@ -76,6 +76,11 @@ class Parts:
         encoded = tokenizer.encode_many([*texts, *self.signs])
         self.tokens = np.concatenate(encoded)
         self.lengths = np.array([len(tokens) for tokens in encoded])
+        known = NUM_KEYS + NUM_VALUES
+        if not self.lengths.all() or len({tokens.tobytes() for tokens in encoded[:known]}) < known:
+            raise ConfigError(
+                f"data.tokenizer: {tokenizer.name} cannot tell the words and numbers of recall documents apart"
+            )
         self.starts = np.cumsum(self.lengths) - self.lengths
         words, values, filler, _ = np.split(self.lengths, [NUM_KEYS, NUM_KEYS + NUM_VALUES, len(texts)])
         commonest = np.bincount(values).argmax()

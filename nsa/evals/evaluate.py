@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from nsa.data.recall import Prompts
+from nsa.data.recall import Parts, Prompts
 from nsa.data.tasks import TASKS, TaskPrompts
 from nsa.errors import ConfigError, DataError, reworded
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
@@ -33,9 +33,11 @@ def evaluate(
     selection: bool = False,
 ) -> dict[str, Any]:
     """Measures loss, recall, tasks and, if asked, the selection at every length and returns plain data. Calls `log` for
-    every length beyond the training length, and when a length is done."""
+    every length beyond the training length, and when a length is done. Recall and tasks stay empty, and `log` says so,
+    if the tokenizer cannot encode them."""
     trained = run.config.train.seq_len
-    prompts = _prompts(run, lengths, samples)
+    can_ask = _can_ask(run, log)
+    prompts = _prompts(run, lengths, samples) if can_ask else {}
     for length in lengths:
         if length > trained:
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
@@ -54,16 +56,19 @@ def evaluate(
             by_layer.append({"length": length, "layers": layers})
             mean = sum(b.loss * b.tokens for b in buckets) / sum(b.tokens for b in buckets)
             losses.append({"length": length, "loss": mean, "buckets": [asdict(bucket) for bucket in buckets]})
-            for keys in KEYS:
+            for keys in KEYS if can_ask else ():
                 by_depth = recall_by_depth(run, prompts[length][keys], samples)
                 recall.append({"length": length, "keys": keys, "by_depth": by_depth})
-            for name, task in TASKS.items():
+            for name, task in TASKS.items() if can_ask else ():
                 asked = TaskPrompts(run.tokenizer, name, length, min(lengths))
                 tasks.append({"length": length, "task": name, "levels": asked.levels, "unit": task.unit})
                 tasks[-1]["by_level"] = recall_by_depth(run, asked, samples)
-            shares = [f"recall of one key {_mean(recall[-2]['by_depth'])}, of several {_mean(recall[-1]['by_depth'])}"]
-            shares += [f"{row['task']} {_mean(row['by_level'])}" for row in tasks[-len(TASKS) :]]
-            log(f"{length:,} tokens: loss {mean:.4f}, " + ", ".join(shares))
+            means = [f"loss {mean:.4f}"]
+            if can_ask:
+                one, several = (_mean(row["by_depth"]) for row in recall[-2:])
+                means += [f"recall of one key {one}, of several {several}"]
+            means += [f"{row['task']} {_mean(row['by_level'])}" for row in tasks[-len(TASKS) :]]
+            log(f"{length:,} tokens: " + ", ".join(means))
     return {
         "weights": str(run.weights),
         "data": data[0],
@@ -74,6 +79,17 @@ def evaluate(
         "tasks": sorted(tasks, key=itemgetter("length")),
         **({"selection": sorted(by_layer, key=itemgetter("length"))} if selection else {}),
     }
+
+
+def _can_ask(run: TrainedRun, log: Callable[[str], None]) -> bool:
+    kinds: list[type[Parts]] = [Parts, *TASKS.values()]
+    try:
+        for parts in kinds:
+            parts(run.tokenizer)
+    except ConfigError as error:
+        log(f"recall and tasks are left out: {error}")
+        return False
+    return True
 
 
 def _prompts(run: TrainedRun, lengths: Sequence[int], samples: int) -> dict[int, dict[str, Prompts]]:
@@ -107,13 +123,13 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
         table.add_row(f"{first:,} to {last:,}", *cells)
     table.add_row("all", *(f"{row['loss']:.4f}" for row in found["loss"]))
     console.print(table)
-    for keys in KEYS:
+    for keys in KEYS if found["recall"] else ():
         rows = [row for row in found["recall"] if row["keys"] == keys]
         depths = len(rows[0]["by_depth"])
         columns = [f"{100 * d // depths}-{100 * (d + 1) // depths} %" for d in range(depths)]
         table = Table("tokens", *columns, title=f"exact answers in % by depth of the key, {keys} in the prompt")
         _print_shares(console, table, [(f"{row['length']:,}", row["by_depth"]) for row in rows])
-    for name in TASKS:
+    for name in TASKS if found["tasks"] else ():
         rows = [row for row in found["tasks"] if row["task"] == name]
         columns = [f"{rows[0]['unit']}: {level}" for level in rows[0]["levels"]]
         table = Table("tokens", *columns, title=f"exact answers in %, {name}")

@@ -162,6 +162,24 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
     assert page.count('class="cell') == 2 * 2 * DEPTHS[0] + 2 * (4 + 3), "a number for every length, depth and level"
 
 
+def test_recall_is_left_out_where_the_tokenizer_has_no_numbers(tmp_path):
+    """Their answers would have no token, and every answer would be right."""
+    ids = {token: i for i, token in enumerate([*"abcdefghijklmnopqrstuvwxyz.", "<|endoftext|>"])}
+    model = {"type": "BPE", "vocab": ids, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    settings = [f"data.tokenizer={tmp_path / 'tokenizer.json'}", "train.steps=1"]
+    train(small(*settings), tmp_path / "run")
+    printed = evaluate(tmp_path / "run", "--samples", 1).output
+    assert "tokenizer.json cannot tell the words and numbers of recall documents apart" in " ".join(printed.split())
+    assert "exact answers" not in printed
+    found = json.loads((tmp_path / "run" / "eval.json").read_text())
+    assert found["loss"][0]["loss"] > 0
+    assert (found["recall"], found["tasks"]) == ([], [])
+    assert (tmp_path / "run" / "eval.html").read_text().count("<svg") == 1
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* cannot tell the words and numbers of recall documents"):
+        train(small(*settings, "data.source=recall"), tmp_path / "recall")
+
+
 def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(folder, tmp_path):
     (tmp_path / "eval.html").mkdir()
     with pytest.raises(LaunchError, match=r"eval\.html: cannot be written: .* choose another path with --out"):
