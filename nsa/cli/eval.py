@@ -77,6 +77,8 @@ def _parse_lengths(text: str) -> list[int]:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         lengths = [0]
-    if lengths[0] < 2:
-        raise ConfigError(f"--lengths: {text!r} is not a list of lengths in tokens; give for example 2048,8192")
+    if not 2 <= lengths[0] <= lengths[-1] <= 2**27:  # as train.seq_len
+        raise ConfigError(
+            f"--lengths: {text!r} is not a list of lengths in tokens, 2 to {2**27:,}; give for example 2048,8192"
+        )
     return lengths

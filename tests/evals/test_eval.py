@@ -218,9 +218,9 @@ def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").rglob("eval.*"))
 
 
-@pytest.mark.parametrize("text", ["", "many", "128,,256", "0", "-5", "1"])
+@pytest.mark.parametrize("text", ["", "many", "128,,256", "0", "-5", "1", "64,1000000000000", "9" * 30])
 def test_text_that_is_not_a_list_of_lengths_is_refused(text, folder):
-    with pytest.raises(ConfigError, match=r"--lengths: .* is not a list of lengths in tokens; give for example"):
+    with pytest.raises(ConfigError, match=r"--lengths: .* is not a list of lengths in tokens, 2 to 134,217,728;"):
         evaluate(folder, "--lengths", text)
 
 
