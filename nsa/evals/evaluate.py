@@ -17,6 +17,7 @@ from nsa.errors import ConfigError, DataError, reworded
 from nsa.evals.scoring import inference, loss_by_position, recall_by_depth
 from nsa.evals.selection import selection_by_layer
 from nsa.files import write_whole
+from nsa.formatting import plain
 from nsa.train.trained import TrainedRun
 
 DEPTHS = (10, 5, 2)  # numbers of parts of a prompt to try, from the most
@@ -148,4 +149,4 @@ def _print_shares(console: Console, table: Table, rows: Sequence[tuple[str, Sequ
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     with reworded(DataError, f"{path}: cannot be written", "choose another folder with --out"):
-        write_whole(path, json.dumps(found, indent=1) + "\n")
+        write_whole(path, json.dumps(plain(found), indent=1, allow_nan=False) + "\n")

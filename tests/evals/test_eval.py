@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import nsa
+from nsa.checkpoint.export import write_weights
 from nsa.cli.main import app
 from nsa.data.build import build_data
 from nsa.data.loader import Loader
@@ -178,6 +180,17 @@ def test_recall_is_left_out_where_the_tokenizer_has_no_numbers(tmp_path):
     assert (tmp_path / "run" / "eval.html").read_text().count("<svg") == 1
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* cannot tell the words and numbers of recall documents"):
         train(small(*settings, "data.source=recall"), tmp_path / "recall")
+
+
+def test_numbers_that_are_not_finite_are_text_in_the_file(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    run = nsa.load_run(folder)
+    run.model.norm.weight.data.fill_(math.nan)
+    weights = dict(run.model.named_parameters())
+    write_weights(tmp_path / "run" / "model.safetensors", weights, step=4)
+    assert evaluate(tmp_path / "run", "--lengths", "256", "--samples", 1).exit_code == 0
+    written = json.loads((tmp_path / "run" / "eval.json").read_text(), parse_constant=pytest.fail)
+    assert written["loss"][0]["loss"] == written["loss"][0]["buckets"][0]["loss"] == "nan"
 
 
 def test_figures_that_cannot_be_written_are_an_error_and_the_numbers_are_kept(folder, tmp_path):
