@@ -60,7 +60,7 @@ def export_model(run: TrainedRun, folder: Path, package: str | None = None, form
             tokenizer.padding_side = "right"  # blocks of MiniMax-M3 in transformers count from the first column
         tokenizer.save_pretrained(aside)
         GenerationConfig(do_sample=True, temperature=0.8, top_p=0.95, **_special_tokens(run)).save_pretrained(aside)
-        (aside / "README.md").write_text(model_card(run, folder.name, package, stock_form))
+        (aside / "README.md").write_text(model_card(run, folder.name, package, stock_form), encoding="utf-8")
         if is_there:
             for path in sorted(aside.iterdir(), key=lambda path: path.name == HF_CONFIG):
                 path.rename(folder / path.name)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import locale
 import sys
 from pathlib import Path
 from unittest import mock
@@ -273,6 +274,16 @@ def test_an_empty_folder_is_filled_and_not_replaced(run, exported, tmp_path, mon
     monkeypatch.setattr("nsa.hf.exporter.model_card", model_card)
     export_model(run, Path())
     assert {path.name for path in Path().iterdir()} == {path.name for path in exported.iterdir()}
+
+
+def test_the_model_card_is_utf_8_in_every_locale(run, tmp_path):
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        export_model(run, tmp_path / "modèle")
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert "# modèle" in (tmp_path / "modèle" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_cache_can_be_used_by_hand(run, exported):
