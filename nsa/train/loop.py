@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from nsa.data.loader import Batch
 from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
 from nsa.errors import (
+    ConfigError,
     DataError,
     Interrupted,
     LaunchError,
@@ -35,11 +36,12 @@ from nsa.errors import (
 from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
-from nsa.parallel.collectives import lost_rank, on_first_rank
+from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank
 from nsa.parallel.float8 import describe_float8
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
 from nsa.parallel.world import World, pick_device, read_launch, start_world
+from nsa.plain_yaml import flat
 from nsa.record.environment import describe_environment
 from nsa.record.memory_dump import is_out_of_memory, oom_report, remedies
 from nsa.record.run_log import RunLog
@@ -103,6 +105,8 @@ def train(
             start_world(config.parallel, config.runtime.device) as world,
             ExitStack() as stack,
         ):
+            options = StartOptions(fresh, accept_changes, synthetic_on_fail)
+            _refuse_differences(flat(config.to_dict()) | asdict(options), world)
             claim = Claim(folder)
             on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
             on_first_rank(world, lambda: stack.enter_context(claim.hold()))
@@ -112,7 +116,7 @@ def train(
                 stack.enter_context(log)
             print(world.banner(), flush=True)
             if not done:
-                _run(config, claim, world, log, stop, StartOptions(fresh, accept_changes, synthetic_on_fail))
+                _run(config, claim, world, log, stop, options)
             elif world.is_first:
                 steps = config.train.steps
                 print(printable(f"{folder}: this run is done ({steps} steps); --fresh trains it again from the start"))
@@ -121,6 +125,22 @@ def train(
         if lost is None:
             raise
         raise lost from error
+
+
+def _refuse_differences(settings: dict[str, Any], world: World) -> None:
+    """Refuses ranks with different settings: copies of the model would drift apart without an error."""
+    first, *others = gather_objects(settings, world)
+    for rank, other in enumerate(others, start=1):
+        found = [
+            f"{key} ({first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank})"
+            for key in {**first, **other}
+            if key != "train.out_dir" and first.get(key, ...) != other.get(key, ...)
+        ]
+        if found:
+            raise ConfigError(
+                f"ranks have different settings: {', '.join(found)}; start all machines with the same command, file "
+                "and NSA_* variables"
+            )
 
 
 def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequest, options: StartOptions) -> None:

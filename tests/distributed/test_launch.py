@@ -11,7 +11,8 @@ from nsa.errors import ConfigError, LaunchError
 from nsa.parallel.collectives import lost_rank
 from nsa.parallel.strategy import _sum
 from nsa.parallel.world import Launch, choose_strategy, pick_device, read_launch, start_world
-from tests.distributed.launching import run_ranks, write_config
+from tests import warm
+from tests.distributed.launching import environment, ranks_environment, run_ranks, wait_all, write_config
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
@@ -55,6 +56,22 @@ def test_ranks_without_an_address_are_refused():
         start_world(ParallelConfig(), "cpu", environment),
     ):
         raise AssertionError("never reached")
+
+
+def test_ranks_with_different_settings_are_refused(tmp_path):
+    """A command that was typed on each machine: with another rate, one copy of the model would move otherwise."""
+    config = write_config(tmp_path, train={"steps": 1, "out_dir": str(tmp_path / "run")})
+    ranks = [
+        warm.start("nsa", "train", config, *differing, env=environment(**place))
+        for differing, place in zip(
+            (["train.lr=0.01"], ["train.lr=0.02", "--fresh"]), ranks_environment(2), strict=True
+        )
+    ]
+    for ended in wait_all(ranks):
+        assert ended.code == 2, ended.output
+        told = "different settings: train.lr (0.01 on rank 0, 0.02 on rank 1), fresh (False on rank 0, True on rank 1);"
+        assert told in ended.output
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_path_does_not_make_a_full_disk_a_lost_rank():
