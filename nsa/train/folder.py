@@ -4,7 +4,10 @@ nsa/run_folder.py names its files."""
 import fcntl
 import json
 import os
+import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +28,8 @@ from nsa.errors import (
     RankLostError,
     reworded,
 )
-from nsa.files import expand_home, regular, remove_unfinished
-from nsa.parallel.collectives import on_first_rank
+from nsa.files import expand_home, regular, remove_unfinished, write_flushed
+from nsa.parallel.collectives import gather_objects, on_first_rank
 from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
 from nsa.run_folder import (
@@ -44,6 +47,7 @@ from nsa.run_folder import (
     read_json,
 )
 
+SHARED_S = 90.0  # until a new file is visible on other machines, at most; NFS caches a minute
 REMOVED = ".removed"  # temporary name of a folder that is being deleted
 # Files that a run would replace or remove, and those of a Hugging Face model, which would load the run's weights.
 _AT_RISK = (
@@ -123,6 +127,32 @@ class Claim:
             shutil.rmtree(folder / REMOVED, ignore_errors=True)
             self._lock = lock
             yield
+
+    def refuse_unshared(self, world: World, timeout_s: float) -> None:
+        """Refuses a path that leads other ranks to another folder than rank 0: checkpoints would lack their shards. All
+        ranks call it together, while rank 0 holds the folder."""
+        if world.size == 1:
+            return
+        probe = self.folder / on_first_rank(world, self._write_probe)
+        deadline = time.monotonic() + min(SHARED_S, timeout_s / 2)
+        while not (found := os.path.exists(probe)) and time.monotonic() < deadline:  # noqa: PTH110  (no OSError)
+            time.sleep(0.1)
+        place = f"rank {world.rank} on {socket.gethostname()} ({self.folder.absolute()})"
+        others = list(filter(None, gather_objects("" if found else place, world)))
+        on_first_rank(world, lambda: probe.unlink(missing_ok=True))
+        if others:
+            raise LaunchError(
+                f"{self.option}: {', '.join(others[:3])} and rank 0 do not share a folder, into which every rank "
+                "writes its part of a checkpoint; choose one folder for all, on a file system that the machines share"
+            )
+
+    def _write_probe(self) -> str:
+        """Writes a file with a new name, for which a network file system asks its server. A leftover of it is one of
+        those that `remove_unfinished` removes."""
+        name = f".shared.txt.{secrets.token_hex(8)}"
+        with reworded(LaunchError, f"{self.option}: {self.folder} cannot be used", "choose another folder"):
+            write_flushed(self.folder / name, b"")
+        return name
 
     def is_lost(self) -> bool:
         """Whether the path no longer leads to the folder: it was renamed, deleted or replaced, and another run may own

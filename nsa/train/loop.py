@@ -111,6 +111,8 @@ def train(
             on_first_rank(world, lambda: refuse_foreign(folder, fresh=fresh))
             on_first_rank(world, lambda: stack.enter_context(claim.hold()))
             done = on_first_rank(world, lambda: not fresh and is_finished(folder, config, accept_changes))
+            if not done:
+                claim.refuse_unshared(world, config.parallel.timeout_s)
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # a finished run is not touched
                 stack.enter_context(log)

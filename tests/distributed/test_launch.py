@@ -1,5 +1,6 @@
 """How a process joins a run: its rank, its device, its strategy, and the loss of another rank."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -72,6 +73,19 @@ def test_ranks_with_different_settings_are_refused(tmp_path):
         told = "different settings: train.lr (0.01 on rank 0, 0.02 on rank 1), fresh (False on rank 0, True on rank 1);"
         assert told in ended.output
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_without_a_shared_folder_are_refused(tmp_path):
+    """As on machines with local disks: no checkpoint would be complete, which the first save would find."""
+    config = write_config(tmp_path, train={"steps": 1}, parallel={"timeout_s": 4.0})
+    ranks = [
+        warm.start("nsa", "train", config, f"train.out_dir={tmp_path / place['RANK']}", env=environment(**place))
+        for place in ranks_environment(2)
+    ]
+    for ended in wait_all(ranks):
+        assert ended.code == 7, ended.output
+        assert re.search(rf"rank 1 on \S+ \({tmp_path / '1'}\) and rank 0 do not share a folder", ended.output)
+    assert [path.name for path in tmp_path.glob("*/*")] == [".lock"]
 
 
 def test_a_path_does_not_make_a_full_disk_a_lost_rank():
