@@ -186,11 +186,23 @@ def warn_if_unlikely(config: Config, origin: str) -> None:
 
 
 def split_overrides(joined: str) -> list[str]:
-    """Splits `"train.steps=10 model.n_layers=2"` into overrides. Spaces inside brackets or quotes are kept."""
-    parts = re.findall(r"""(?:[^\s\[\]"']|\[[^\]]*\]|"[^"]*"|'[^']*')+""", joined)
-    if "".join(parts) != re.sub(r"\s+", "", joined) and " ".join(parts).split() != joined.split():
-        raise ConfigError(f"--override: cannot be read: {joined!r}; write key=value pairs with spaces between")
-    return parts
+    """Splits `"train.steps=10 model.n_layers=2"` into overrides. Spaces inside brackets, braces or quotes are kept."""
+    parts, depth, quote = [""], 0, ""
+    for char in joined:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        depth += 0 if quote else (char in "[{") - (char in "]}")
+        if char.isspace() and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    if quote or depth:
+        raise ConfigError(
+            f"--override: cannot be read: {joined!r}; write key=value pairs, and close brackets and quotes"
+        )
+    return list(filter(None, parts))
 
 
 def _parse_yaml(text: str, origin: str, most: int = LARGEST) -> Any:

@@ -197,11 +197,16 @@ def test_an_override_that_is_not_utf8_says_so(load):
         ("  train.steps=10\n\tmodel.n_layers=2  ", ["train.steps=10", "model.n_layers=2"]),
         ("train.profile_steps=[1, 2] train.seed=3", ["train.profile_steps=[1, 2]", "train.seed=3"]),
         ("data.paths=[a.txt, 'b c.txt'] train.seed=3", ["data.paths=[a.txt, 'b c.txt']", "train.seed=3"]),
+        (
+            "data.mixture=[{source: text, paths: [a b, 'c]']}, {source: python}] train.seed=3",
+            ["data.mixture=[{source: text, paths: [a b, 'c]']}, {source: python}]", "train.seed=3"],
+        ),
+        ("model.rope_scaling={factor: 2, original_length: 8}", ["model.rope_scaling={factor: 2, original_length: 8}"]),
         ('train.out_dir="my run" train.seed=3', ['train.out_dir="my run"', "train.seed=3"]),
         ("train.out_dir='my run'", ["train.out_dir='my run'"]),
         ("", []),
     ],
-    ids=["two", "any-space", "list", "quotes-in-list", "double-quotes", "single-quotes", "empty"],
+    ids=["two", "any-space", "list", "quotes-in-list", "nested", "braces", "double-quotes", "single-quotes", "empty"],
 )
 def test_one_string_splits_into_its_overrides(joined, parts):
     assert split_overrides(joined) == parts
