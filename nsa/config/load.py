@@ -230,13 +230,13 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
     except UnicodeEncodeError:
         raise ConfigError(f"override '{override}': is not valid UTF-8; rename the file or value") from None
     parsed = _parse_yaml(value, f"override '{override}'")
-    if isinstance(parsed, str) and parsed != value:
-        first = value.lstrip()[0]
-        if first not in "'\"|>" or (first in "'\"" and "\n" in value):
-            raise ConfigError(
-                f"override '{override}': YAML reads {parsed!r} here; put the value in double quotes, with \\n for the "
-                f"end of a line: {key}='\"...\"'"
-            )
+    first = value.lstrip()[:1]
+    is_changed = isinstance(parsed, str) and parsed != value
+    if first == "#" or (is_changed and (first not in "'\"|>" or (first in "'\"" and "\n" in value))):
+        raise ConfigError(
+            f"override '{override}': YAML reads {parsed!r} here; put the value in double quotes, with \\n for the "
+            f"end of a line: {key}='\"...\"'"
+        )
     return keys, parsed
 
 
