@@ -57,6 +57,8 @@ def prepare(
 
     For example: nsa data prepare shards data.source=text data.paths=[books] data.tokenizer=gpt2
     """
+    if re.match(r"data\.\w+=", str(folder)) and not folder.is_dir():
+        raise ConfigError(f"FOLDER: {folder} is an override; give the folder for the shards before the overrides")
     data = _resolve(config, overrides, override).data
     if data.mixture:
         raise ConfigError("data.mixture: prepare each source in a separate folder, then mix the folders")

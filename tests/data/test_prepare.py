@@ -31,7 +31,7 @@ from nsa.data.sources.text import TextSource
 from nsa.data.token_shards import MANIFEST, open_shards, read_manifest, verify
 from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
-from nsa.errors import DataError
+from nsa.errors import ConfigError, DataError
 
 TOKENIZER = ByteTokenizer()
 SHARD_BYTES = 2_000
@@ -479,6 +479,13 @@ def nsa_data(*arguments):
     if done.exception is not None:
         raise done.exception
     return done.stdout
+
+
+def test_an_override_is_not_taken_for_the_folder_of_the_shards(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"FOLDER: data\.source=text is an override; give the folder"):
+        nsa_data("prepare", "data.source=text", "data.paths=[texts]")
+    assert not list(tmp_path.iterdir())
 
 
 def test_stats_and_verify_show_what_was_prepared(source, tmp_path):
