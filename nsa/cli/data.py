@@ -45,7 +45,7 @@ def prepare(
     override: JoinedOverrides = None,
     config: ConfigOption = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes that tokenize; one per core when unset.")
+        int | None, typer.Option(metavar="N", min=1, help="Processes that tokenize; one per usable core when unset.")
     ] = None,
     shard_mb: Annotated[int, typer.Option(metavar="MIB", min=1, help="Maximum MiB of text in a shard.")] = 64,
     fresh: Annotated[bool, typer.Option("--fresh", help="Replace shards of another preparation.")] = False,
@@ -73,7 +73,7 @@ def prepare(
             open_source(data, data.timeout_s),
             tokenizer_for(data),
             folder,
-            workers=workers or os.cpu_count() or 1,
+            workers=workers or _usable_cores(),
             shard_bytes=shard_mb << 20,
             fresh=fresh,
             part=_parse_part(part),
@@ -93,6 +93,11 @@ def merge(folder: Folder) -> None:
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     _print_prepared(folder, merge_parts(folder))
+
+
+def _usable_cores() -> int:
+    """The cores that this process may use. A batch system gives a job only some of its machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _parse_part(part: str | None) -> tuple[int, int] | None:

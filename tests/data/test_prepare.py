@@ -488,6 +488,19 @@ def test_an_override_is_not_taken_for_the_folder_of_the_shards(tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_there_are_as_many_workers_as_cores_that_the_job_may_use(tmp_path, monkeypatch):
+    """A batch system gives a job some cores of its machine."""
+
+    def refuse(*_, workers, **__):
+        raise DataError(f"{workers} workers")
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5}, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 128)
+    monkeypatch.setattr("nsa.data.prepare.prepare", refuse)
+    with pytest.raises(DataError, match=r"^2 workers"):
+        nsa_data("prepare", str(tmp_path / "out"), "data.source=python")
+
+
 def test_stats_and_verify_show_what_was_prepared(source, tmp_path):
     out, texts = tmp_path / "run=3" / "out", tmp_path / "texts"
     shown = nsa_data("prepare", str(out), "data.source=text", f"data.paths=[{texts}]", "--workers", "1")
