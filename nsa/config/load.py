@@ -317,6 +317,9 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 def _similar_key(keys: tuple[str, ...], section: type[BaseModel]) -> str:
     wrong = keys[-1].lower()
     close = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.6)
+    if "." in wrong and (*keys[:-1], *wrong.split(".")) in _all_keys(Config):  # written as in an override
+        outer, _, inner = wrong.rpartition(".")
+        return f"; in a file, write '{inner}:' inside the section '{outer.replace('.', ': ')}:'"
     elsewhere = next((path for path in _all_keys(Config) if path[-1] == wrong), None)
     if elsewhere and wrong not in section.model_fields:  # an equal name elsewhere is likelier than a similar one here
         return f"; did you mean '{'.'.join(elsewhere)}'?"

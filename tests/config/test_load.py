@@ -230,6 +230,15 @@ def test_an_unclosed_bracket_or_quote_is_refused(joined):
 
 
 @pytest.mark.parametrize(
+    ("text", "inner", "section"),
+    [("train.steps: 3", "steps", "train:"), ("parallel: {ddp.bucket_mb: 3}", "bucket_mb", "ddp:")],
+)
+def test_a_key_of_a_file_that_is_written_as_in_an_override_is_explained(mistakes, text, inner, section):
+    [line] = mistakes(text)
+    assert line.endswith(f"unknown key; in a file, write '{inner}:' inside the section '{section}'")
+
+
+@pytest.mark.parametrize(
     ("override", "suggestion"),
     [
         ("train.step=3", "train.steps"),
