@@ -84,10 +84,13 @@ class _Stream(Sink):
         return bool(event["stream"] == self.name)
 
     def write(self, event: Event) -> None:
-        if self._stream.closed:  # else Python raises ValueError, which counts as a programming error
-            raise BrokenPipeError(errno.EPIPE, "the stream is closed")
-        self._stream.write(event["text"])
-        self._stream.flush()
+        try:
+            self._stream.write(event["text"])
+            self._stream.flush()
+        except ValueError:  # counts as a programming error
+            if not self._stream.closed:
+                raise
+            raise BrokenPipeError(errno.EPIPE, "the stream is closed") from None
 
 
 class _Redirected:

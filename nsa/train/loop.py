@@ -69,6 +69,8 @@ from nsa.train.state import RunState, build_state, describe_batch, micro_batch_s
 from nsa.train.step import StepResult, train_step, validate
 from nsa.train.trained import load_teacher
 
+PLACES = ("train.out_dir", "data.paths")  # keys that may differ between machines: what they lead to is compared
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -136,7 +138,7 @@ def _refuse_differences(settings: dict[str, Any], world: World) -> None:
         found = [
             f"{key} ({first.get(key)!r} on rank 0, {other.get(key)!r} on rank {rank})"
             for key in {**first, **other}
-            if key != "train.out_dir" and first.get(key, ...) != other.get(key, ...)
+            if key not in PLACES and first.get(key, ...) != other.get(key, ...)
         ]
         if found:
             raise ConfigError(

@@ -309,10 +309,10 @@ def test_a_client_that_another_thread_closed_is_replaced(served, pauses, monkeyp
     _, texts = served
     closed = hub.httpx.Client()
     closed.close()
-    clients, open_client = iter([closed]), _http.get_session
-    monkeypatch.setattr(_http, "get_session", lambda: next(clients, None) or open_client())
+    clients, open_client = [None, closed], _http.get_session  # None: it is being replaced
+    monkeypatch.setattr(_http, "get_session", lambda: clients.pop() if clients else open_client())
     assert texts_of(fineweb_edu()) == texts
-    assert len(pauses) == 1
+    assert len(pauses) == 2
 
 
 def test_other_threads_can_see_what_a_source_waits_for(served, monkeypatch):

@@ -31,8 +31,10 @@ RANGE_BYTES = 8 << 20  # bytes of one request: the most that a broken connection
 FOOTERS = 256  # ranges in the cache; arrow reads one or two per file; the footer of 700 row groups is 1.4 MB
 SLOW_S = 2.0  # a request that takes longer is reported
 RETRIED_STATUS = 408, 425, 429, *range(500, 600)
-# RuntimeError: huggingface_hub closes its client after a failed connection while another thread may be using it.
-CONNECTION_ERRORS = httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, RuntimeError
+# After a failed connection, huggingface_hub closes its client and sets it to None while another thread may be using it:
+# that thread gets a RuntimeError or an AttributeError.
+CLIENT_CLOSED = RuntimeError, AttributeError
+CONNECTION_ERRORS = httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError, *CLIENT_CLOSED
 # Errors from parsing an answer that is not a hub's, and from an unknown kind of proxy.
 INVALID_ANSWER = ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, ImportError
 _CHECK = "check HF_ENDPOINT, or set data.paths to a local mirror"
