@@ -1,10 +1,12 @@
 """A mirror of FineWeb-Edu for all tests of a process, and a hub that serves it to one test."""
 
+import threading
 import time
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import _http
 
 from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
@@ -25,16 +27,22 @@ def hub_settings(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     # Its client reads the proxies when it is made.
     huggingface_hub.close_session()
+    # Threads of earlier tests that still try to reach their server would close it too.
+    monkeypatch.setattr(_http, "close_session", lambda: None)
     yield
     huggingface_hub.close_session()
 
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The pauses between attempts, which take no time."""
-    made = []
-    library = "huggingface_hub.utils._http.time"
-    monkeypatch.setattr(library, SimpleNamespace(sleep=made.append, time=time.time))
+    """The pauses between attempts, which take no time. Those of threads that earlier tests left do not count."""
+    made, others = [], set(threading.enumerate()) - {threading.current_thread()}
+
+    def sleep(seconds):
+        if threading.current_thread() not in others:
+            made.append(seconds)
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=sleep, time=time.time))
     return made
 
 
