@@ -209,8 +209,8 @@ class Planner:
         return CacheEstimate(tokens, self.precision, parts, self._parameters * dtype.itemsize)
 
     def fit(self, card: Card) -> tuple[int, int]:
-        """Returns the largest micro-batch that fits a card, and the largest that also divides the sequences of a rank
-        in a step; 0 if no sequence fits."""
+        """Returns the largest micro-batch that fits a card, to 1 %, and the largest that also divides the sequences of
+        a rank in a step; 0 if no sequence fits."""
 
         def excess(size: int) -> float:
             return self.estimate(size).needed_gib - card.gib
@@ -218,11 +218,11 @@ class Planner:
         if excess(1) > 0:
             return 0, 0
         largest, larger = 1, max(2, self.micro_batch)  # the first fits, the second may fit
-        while (fits := excess(larger) <= 0) or larger - largest > 1:
+        while (fits := excess(larger) <= 0) or larger - largest > max(1, largest // 100):
             rise = max(1e-9, excess(larger) - excess(largest))
             reached = largest + int((larger - largest) * -excess(largest) / rise)  # if memory grows linearly
             if fits:  # tracing a pass far larger than the card is slow
-                largest, larger = larger, min(8 * larger, max(larger, reached) + 1)
+                largest, larger = larger, min(8 * larger, max(larger, reached) + 1 + reached // 200)
             else:
                 size = min(max(largest + 1, reached), larger - 1)
                 largest, larger = (size, larger) if excess(size) <= 0 else (largest, size)
