@@ -1,10 +1,12 @@
 """Processes that start at once: forked from one that has imported torch and nsa and done nothing else.
 
 They are real processes with their own environment, signals and exit code, as `python -m MODULE` or `python SCRIPT`
-would start them, less three seconds of imports each. One starter serves a test process. A command may have a starter
+would start them, less three seconds of imports each, and half a second in which Python frees its objects at the end:
+tests of the end of a process start Python themselves. One starter serves a test process. A command may have a starter
 of its own, for the Python programs that it starts in turn.
 """
 
+import atexit
 import functools
 import gc
 import json
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -210,7 +213,19 @@ def _threads() -> list[str]:
     return [name for task in others if (name := (task / "comm").read_text().strip()) != "jemalloc_bg_thd"]
 
 
+def _end(codes: list[int]) -> None:
+    """Ends a process that exits with a code. It has waited for its threads and called all other exit functions; Python
+    would still free every object, which copies the pages of the starter: as much work as a short run."""
+    with suppress(OSError, ValueError):  # Python reports output that cannot be written
+        for stream in (sys.stdout, sys.stderr) if codes else ():
+            stream.flush()
+        if codes:
+            os._exit(codes[0])
+
+
 def _main() -> None:
+    codes: list[int] = []
+    atexit.register(_end, codes)  # before all others, and so called after them
     subprocess.Popen = Popen  # before torch takes the name from there
     import torch._inductor  # noqa: F401 (deterministic mode imports it)
 
@@ -222,11 +237,17 @@ def _main() -> None:
     gc.freeze()
     _serve(int(sys.argv[1]))
     program = sys.argv[0]
-    if program.endswith(".py"):
-        sys.path[0] = str(Path(program).resolve().parent)
-        runpy.run_path(program, run_name="__main__")
-    else:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    try:
+        if program.endswith(".py"):
+            sys.path[0] = str(Path(program).resolve().parent)
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        codes.append(0)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            codes.append(error.code or 0)
+        raise
 
 
 if __name__ == "__main__":
