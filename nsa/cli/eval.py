@@ -8,6 +8,7 @@ import typer
 
 from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
+from nsa.config.schema import LONGEST_SEQUENCE
 from nsa.errors import ConfigError, reworded
 
 
@@ -77,8 +78,7 @@ def _parse_lengths(text: str) -> list[int]:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         lengths = [0]
-    if not 2 <= lengths[0] <= lengths[-1] <= 2**27:  # as train.seq_len
-        raise ConfigError(
-            f"--lengths: {text!r} is not a list of lengths in tokens, 2 to {2**27:,}; give for example 2048,8192"
-        )
+    if not 2 <= lengths[0] <= lengths[-1] <= LONGEST_SEQUENCE:
+        wanted = f"a list of lengths in tokens, 2 to {LONGEST_SEQUENCE:,}"
+        raise ConfigError(f"--lengths: {text!r} is not {wanted}; give for example 2048,8192")
     return lengths

@@ -22,6 +22,8 @@ from nsa.config.fields import (
     field_error,
 )
 
+LONGEST_SEQUENCE = 2**27  # tokens
+
 
 class SourceConfig(Section):
     """A source of documents."""
@@ -127,7 +129,7 @@ class TrainConfig(Section):
     """Optimization, logging and validation."""
 
     steps: Positive = Field(1000, description="optimizer steps of the whole run")
-    seq_len: int = Field(2048, ge=2, le=2**27, description="tokens in one sequence")
+    seq_len: int = Field(2048, ge=2, le=LONGEST_SEQUENCE, description="tokens in one sequence")
     batch_size: int = Field(16, ge=1, le=2**20, description="sequences in one optimizer step, over all ranks")
     micro_batch: Positive | Literal["auto"] = Field("auto", description="sequences in one forward pass of a rank")
     optimizer: Literal["adamw", "muon"] = Field(

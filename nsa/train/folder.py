@@ -86,7 +86,9 @@ def refuse_own_weights(folder: Path, config: TrainConfig, *, is_new: bool) -> No
     """Refuses an initialization or a teacher from the files that the run replaces. Resuming does not initialize."""
     own = folder.resolve()
     for name in ("init_from", "teacher") if is_new else ("teacher",):
-        source = expand_home(getattr(config, name) or os.devnull).resolve()
+        if (given := getattr(config, name)) is None:
+            continue
+        source = expand_home(given).resolve()
         if source in (own, own / WEIGHTS_FILE) or source.is_relative_to(own / CHECKPOINTS_FOLDER):
             raise ConfigError(
                 f"train.{name}: {source} belongs to train.out_dir, and the run would replace it; choose another "

@@ -69,7 +69,7 @@ from nsa.train.state import RunState, build_state, describe_batch, micro_batch_s
 from nsa.train.step import StepResult, train_step, validate
 from nsa.train.trained import load_teacher
 
-PLACES = ("train.out_dir", "data.paths")  # keys that may differ between machines: what they lead to is compared
+PLACES = ("train.out_dir", "data.paths")  # may differ between machines: the folder and the data are compared instead
 
 
 @dataclass(frozen=True)
