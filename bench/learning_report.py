@@ -34,7 +34,7 @@ def show(results: Path, by: str | None) -> None:
     from rich.table import Table
 
     table = Table("row", "changes", "tokenizer", "context", "tokens", "seed", "rate", "val loss", "against dense")
-    found = [r for r in read_results(results) if r["exit_code"] == 0]
+    found = [r for r in read_results(results) if r["val_loss"] is not None]
     losses = {(r["row"], compared_with(r)): r["val_loss"] for r in found}
     for r in found:
         row, tokenizer, seq_len, tokens, seed, lr, *_ = key_of(r)
@@ -96,8 +96,8 @@ BY: dict[str, tuple[str, str, Callable[[dict[str, Any]], Points]]] = {
 
 
 def comparable(results: Path) -> list[dict[str, Any]]:
-    """The last result of every finished run on the corpus that most of them name, for each tokenizer."""
-    found = [r for r in read_results(results) if r["exit_code"] == 0 and r["curve"]]
+    """The last result of every run with a final loss on the corpus that most of them name, for each tokenizer."""
+    found = [r for r in read_results(results) if r["val_loss"] is not None and r["curve"]]
     counts = Counter((key_of(r)[1], r.get("corpus", "unknown")) for r in found)
     chosen = dict(reversed([kind for kind, _ in counts.most_common() if kind[1] != "unknown"]))
     for (tokenizer, corpus), count in counts.items():

@@ -113,7 +113,8 @@ def _ask(message: dict, *handles: int) -> dict:
 def _starter(owner: int) -> socket.socket:
     """The starter of this process, `owner`; it ends when its socket closes."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
     subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
     theirs.close()
