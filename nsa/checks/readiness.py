@@ -26,7 +26,9 @@ from nsa.errors import printable
 from nsa.formatting import seconds
 from nsa.inspect.reading import RunView
 from nsa.parallel.context import data_ranks
+from nsa.parallel.world import choose_strategy
 from nsa.run_folder import MACHINE_COLUMNS, TRAINING, WEIGHTS_FILE, read_events, read_rows
+from nsa.train.state import micro_batch_size
 
 TITLES = {
     "phase0": "environment, kernels, one step",
@@ -104,7 +106,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class ReadinessCheck:
-    """Checks `config` with `nproc` processes and writes the evidence into `folder`."""
+    """Checks `config` with `nproc` processes and writes the evidence into `folder`. Raises ConfigError or LaunchError
+    if that many processes cannot run it."""
 
     config: Config
     folder: Path
@@ -112,6 +115,11 @@ class ReadinessCheck:
     scale: Scale
     progress: Progress
     arguments: tuple[str, ...] = ()  # of `nsa train` in phases that use the configured data
+
+    def __post_init__(self) -> None:
+        parallel = self.config.parallel
+        choose_strategy(parallel.strategy, self.nproc)
+        micro_batch_size(self.config, data_ranks(parallel.context, self.nproc))
 
     def run(self) -> list[Phase]:
         """Removes the runs of an earlier check and runs all four phases in order."""

@@ -57,8 +57,9 @@ def ready(
     scale = FULL if not quick else QUICK if gpus else QUICK_ON_CPU
     arguments = ("--synthetic-on-fail",) if synthetic_on_fail else ()
     console = Console(highlight=False)
-    with hold_results(folder), Progress(console) as progress:
-        check = ReadinessCheck(resolved, folder, processes, scale, progress, arguments)
+    progress = Progress(console)
+    check = ReadinessCheck(resolved, folder, processes, scale, progress, arguments)
+    with hold_results(folder), progress:
         result = build_result(check, check.run(), config, tuple(given))
         if before is not None:
             result["changes"] = compare(result, before)

@@ -118,6 +118,8 @@ def test_a_check_that_is_stopped_in_a_run_leaves_no_process(tmp_path, number, co
         ),
         (("readiness.max_mem_gib=lots",), "readiness.max_mem_gib"),
         (("--nproc", "0"), "--nproc"),
+        (("--nproc", "3"), "train.batch_size: 4 sequences cannot be divided among 3 ranks"),
+        (("--nproc", "2", "parallel.strategy=single"), "parallel.strategy: 'single' does not work with 2 processes"),
     ],
 )
 def test_bad_input_is_an_error_before_anything_starts(tmp_path, arguments, words):
