@@ -21,7 +21,7 @@ from rich.text import Text
 
 from nsa import __version__
 from nsa.checks.pages import write_files
-from nsa.checks.probe import ProbeResult, describe, run_probe
+from nsa.checks.probe import NOT_CHECKED, ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
 from nsa.checks.trials import (
     SYNTHETIC_DATA,
@@ -196,7 +196,7 @@ class Diagnosis:
         trial = Trial(ddp.config, self.out / "trials" / "environment", ddp.nproc, self.limit_s)
         self.machine = run_probe("machine", trial)
         failed, problem = self.machine.failed, self.machine.problem
-        failure = "no answer" if problem else f"{len(failed)} of {len(self.machine.findings)} wrong" if failed else ""
+        failure = NOT_CHECKED if problem else f"{len(failed)} of {len(self.machine.findings)} wrong" if failed else ""
         reason = problem or "; ".join(map(describe, failed))
         guard = self._end(Attempt("environment", failure, reason, time.monotonic() - began))
         self.smallest = guard if failure else None
@@ -281,7 +281,8 @@ class Diagnosis:
         if failed is None:
             yield f"healthy: {spent}. `nsa ready` also checks the kernels, the data and resuming."
             return
-        yield f"broken ({spent}). The smallest configuration that fails: {failed.name}: {failed.failure}"
+        what = "The smallest configuration that fails: " if failed.folder else ""
+        yield f"broken ({spent}). {what}{failed.name}: {failed.failure}"
         yield f"  {one_line(failed.reason, 600)}"
         if failed.command:
             yield from (f"to run it again: {failed.command}", f"its output: {failed.folder}.log")
@@ -290,7 +291,8 @@ class Diagnosis:
         for stack in self.stacks:
             yield f"rank {stack['rank']}, newest call first ({stack['file']}):"
             yield from (f"  {frame}" for thread in stack["threads"] for frame in thread)
-        yield from ("what to do:", *(f"- {line}" for line in self.advice))
+        if self.advice:
+            yield from ("what to do:", *(f"- {line}" for line in self.advice))
 
     def write(self) -> Path:
         """Writes all findings as JSON and returns the path."""

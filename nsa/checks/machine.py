@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from nsa.config import Config
+from nsa.formatting import counted
 from nsa.nn.model import build_model
 from nsa.parallel.context import data_ranks
 from nsa.train.state import describe_batch
@@ -79,7 +80,9 @@ def _gpus(config: Config, nproc: int) -> Iterator[Finding]:
     if wanted == "cpu" or (wanted == "auto" and not count):
         yield Finding("device", True, f"CPU, {os.cpu_count()} cores")
         return
-    advice = f"{nproc} processes need a GPU each: check the driver and CUDA_VISIBLE_DEVICES, or use --nproc {count}"
+    needed = counted(nproc, "process needs a GPU", "processes need a GPU each")
+    other = f"use --nproc {count}" if count else "set runtime.device=cpu"
+    advice = f"{needed}: check the driver and CUDA_VISIBLE_DEVICES, or {other}"
     yield Finding("GPUs", count >= nproc, f"{count} visible", advice)
     for index in range(min(count, nproc)):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

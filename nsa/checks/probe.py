@@ -16,6 +16,8 @@ from nsa.config import Config, load_config
 from nsa.errors import NSAError
 from nsa.files import expand_home
 
+NOT_CHECKED = "not checked"  # instead of findings, if the probe has a problem
+
 
 @dataclass(frozen=True)
 class ProbeResult:

@@ -46,7 +46,7 @@ class Progress:
 
 
 def _state(view: RunView | None) -> str:
-    if view is None:
+    if view is None or not view.step:
         return "starting"
     speed = f"{short(view.recent('toks_per_s'))} tokens/s, {exact(view.mem_gib, '.2f')} GiB"
     left = f", {seconds(view.left_s)} left" if view.left_s is not None else ""

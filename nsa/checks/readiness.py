@@ -18,7 +18,7 @@ from rich.text import Text
 from nsa.checks.artifacts import Artifact, check_artifacts
 from nsa.checks.criteria import WARMUP_SHARE, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
-from nsa.checks.probe import ProbeResult, describe, run_probe
+from nsa.checks.probe import NOT_CHECKED, ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
 from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, remove_weights, run_trial
 from nsa.config import Config
@@ -124,7 +124,7 @@ class ReadinessCheck:
     def run(self) -> list[Phase]:
         """Removes the runs of an earlier check and runs all four phases in order."""
         phases, scale = list[Phase](), self.scale
-        self.progress.note(f"{scale.label} check: about {scale.total} steps in 6 runs")
+        self.progress.note(f"{scale.label} check: about {scale.total} steps")
         for folder in self.folder.glob("phase[0-3]*/"):
             shutil.rmtree(folder, ignore_errors=True)
         for key, check in zip(TITLES, (self._phase0, self._phase1, self._phase2, self._phase3), strict=True):
@@ -212,7 +212,7 @@ class ReadinessCheck:
 def _judge_machine(probed: ProbeResult) -> Criterion:
     problem = probed.problem or "; ".join(f"{describe(bad)}; {bad['advice']}" for bad in probed.failed)
     total = len(probed.findings)
-    measured = f"{total - len(probed.failed)} of {total}" if total else "no answer"
+    measured = f"{total - len(probed.failed)} of {total}" if total else NOT_CHECKED
     return Criterion("environment", "fits the run", measured, not problem, problem)
 
 
@@ -220,7 +220,7 @@ def _judge_kernels(probed: ProbeResult) -> Criterion:
     checks, target = probed.findings, "equal to the reference"
     problem = probed.problem or "; ".join(map(describe, probed.failed))
     if not checks:
-        measured, ok = ("no answer", False) if problem else ("dense attention", None)
+        measured, ok = (NOT_CHECKED, False) if problem else ("dense attention", None)
         return Criterion("kernels", target, measured, ok, problem)
     backends = " and ".join(sorted({str(check["backend"]) for check in checks}))
     worst = max(check["error"] / check["limit"] for check in checks)

@@ -7,6 +7,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -298,7 +299,7 @@ def test_without_the_gpus_that_are_asked_for_nothing_is_tried(tmp_path):
     missing = ProbeResult([{"what": "GPUs", "ok": False, "found": "0 visible", "advice": "check the driver"}])
     found = diagnose(tmp_path, fails(lambda config: False), machine=missing)
     assert found.names == ["environment"]
-    assert "environment: 1 of 1 wrong\n  GPUs: 0 visible\nwhat to do:\n- GPUs: check the driver" in found.output
+    assert "). environment: 1 of 1 wrong\n  GPUs: 0 visible\nwhat to do:\n- GPUs: check the driver" in found.output
 
 
 def test_a_full_disk_is_named_and_the_trials_run_all_the_same(tmp_path):
@@ -307,6 +308,12 @@ def test_a_full_disk_is_named_and_the_trials_run_all_the_same(tmp_path):
     assert found.names == TREE
     assert (found.smallest, found.code) == ("environment", 1)
     assert "disk: free some" in found.advice
+
+
+def test_an_environment_that_cannot_be_checked_is_named_with_the_reason(tmp_path):
+    found = diagnose(tmp_path, fails(lambda config: False), machine=ProbeResult([], "data.tokenizer: there is no file"))
+    assert found.names == ["environment"]
+    assert found.output.endswith("). environment: not checked\n  data.tokenizer: there is no file")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
@@ -320,6 +327,7 @@ def shown(*, terminal: bool) -> str:
     with Progress(console) as progress:
         progress.begin("ddp (at most 300 s)")
         progress.update(None, 4.0)
+        progress.update(SimpleNamespace(step=0, steps=0), 5.0)  # a run that has just created its folder
         progress.note(Attempt("ddp", "hang", "exit code 6: no [progress]", 12.0, 2))
     return console.file.getvalue()
 
@@ -329,6 +337,7 @@ def test_a_terminal_shows_the_state_of_a_trial_and_a_file_gets_a_line_when_it_be
     assert shown(terminal=False) == f"ddp (at most 300 s) ...\n{line}\n"
     assert line in shown(terminal=True)
     assert "ddp (at most 300 s): starting, 4.0 s" in shown(terminal=True)
+    assert "ddp (at most 300 s): starting, 5.0 s" in shown(terminal=True)
 
 
 # The command, with real processes.

@@ -50,11 +50,25 @@ def test_the_disk_of_the_run_is_checked_too(tmp_path, monkeypatch):
     assert disks == {f"931322.6 GiB free at {tmp_path}": True, f"0.0 GiB free at {other}": False}
 
 
-def test_missing_gpus_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
-    finding = found(tmp_path, nproc=2, runtime={"device": "cuda"})["GPUs"]
-    assert (finding.ok, finding.found) == (False, "0 visible")
-    assert "--nproc 0" in finding.advice
+@pytest.mark.parametrize(
+    ("visible", "nproc", "needed", "other"),
+    [
+        (0, 1, "1 process needs a GPU:", "or set runtime.device=cpu"),
+        (2, 4, "4 processes need a GPU each:", "or use --nproc 2"),
+    ],
+)
+def test_missing_gpus_are_found(tmp_path, monkeypatch, visible, nproc, needed, other):
+    for name, value in {
+        "device_count": visible,
+        "get_device_name": "H200",
+        "get_device_capability": (9, 0),
+        "mem_get_info": (100, 100),
+    }.items():
+        monkeypatch.setattr(machine.torch.cuda, name, lambda *_, value=value: value)
+    finding = found(tmp_path, nproc=nproc, runtime={"device": "cuda"})["GPUs"]
+    assert (finding.ok, finding.found) == (False, f"{visible} visible")
+    assert finding.advice.startswith(needed)
+    assert finding.advice.endswith(other)
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
