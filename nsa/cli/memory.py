@@ -154,7 +154,7 @@ def _show(file: str, planner: "Planner", found: dict[str, Any]) -> None:
         console.print("runtime.device is cpu: the figures are for a GPU.")
     if found["advice"]:
         needed, card = estimate["needed_gib"], found["cards"][0]
-        console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Each of these fits:")
+        console.print(f"\nDOES NOT FIT {card['name']}: {needed:.1f} GiB of {card['gib']:.1f}. Use one of:")
         for line in found["advice"]:
             console.print(f"  {line}", soft_wrap=True)
     if "cache" in found:
