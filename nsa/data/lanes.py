@@ -29,7 +29,7 @@ from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
 from nsa.data.threads import DaemonPool, Progress, in_threads
 from nsa.data.tokenizers import TokenArray, Tokenizer
-from nsa.errors import DataError
+from nsa.errors import DataError, DataUnavailableError
 from nsa.files import read_regular, regular
 
 INDEX_PREFIX = "data_index_rank"
@@ -116,6 +116,8 @@ class UnitReader:
             pending = self._pending.pop(unit, None)
             if pending is None:
                 self._add_to_total()
+            elif pending.done() and isinstance(pending.exception(), DataUnavailableError):
+                pending = None  # the request may have failed long ago; the server may answer now
         return pending.result() if pending else self._read(unit)
 
     def discard(self, unit: int) -> None:

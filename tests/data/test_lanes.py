@@ -14,7 +14,7 @@ from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_la
 from nsa.data.sequences import random_order
 from nsa.data.sources.base import Unit
 from nsa.data.tokenizers import ByteTokenizer
-from nsa.errors import DataError
+from nsa.errors import DataError, DataUnavailableError
 
 TOKENIZER = ByteTokenizer()
 SEQ_LEN = 24
@@ -191,6 +191,25 @@ def test_an_error_of_a_unit_reaches_whoever_reads_it():
     sequences = sequences_of(Broken(), threads=2)
     with pytest.raises(DataError, match="page 5 is torn"):
         tokens_of(sequences, range(200))
+
+
+def test_a_unit_that_could_not_be_prefetched_is_read_again_when_it_is_needed():
+    """The server may have been away for some minutes while the run had enough tokens."""
+
+    class Away(Pages):
+        is_away = True
+
+        def documents(self, unit, skipped):
+            if self.is_away:
+                raise DataUnavailableError("the server is away")
+            yield from super().documents(unit, skipped)
+
+    whole, source = tokens_of(sequences_of(Pages()), range(8)), Away()
+    sequences = sequences_of(source, threads=2)
+    sequences.prefetch(range(4))
+    wait_until(lambda: all(future.done() for future in sequences.reader._pending.values()))
+    source.is_away = False
+    assert tokens_of(sequences, range(8)) == whole
 
 
 def test_lanes_without_any_training_text_are_an_error_not_a_loop():
