@@ -39,7 +39,8 @@ class Activity:
 
     def arrived(self) -> int:
         """Returns a number that grows whenever data arrives."""
-        return sum(progress.done + progress.steps for _, progress in self._progress)
+        answered = sum(source.answered() for source in self._remote)
+        return answered + sum(progress.done + progress.steps for _, progress in self._progress)
 
     def server(self) -> str | None:
         """Describes the slow request to a server; None if there is none."""

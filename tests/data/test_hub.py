@@ -13,6 +13,7 @@ from huggingface_hub.utils import _http
 
 from nsa.data.sources import hub
 from nsa.data.sources.base import Skipped
+from nsa.data.waiting import Activity
 from nsa.errors import DataError, DataUnavailableError
 from tests.data.hub_server import REPO, HubServer
 from tests.data.mirror import FIRST, fineweb_edu, texts_of, write_mirror
@@ -97,6 +98,20 @@ def test_a_cut_connection_loses_no_more_than_a_part_of_a_range(tmp_path, hub_set
         ranges = [request.range for request in server.requests("cdn")[1:]]
         assert len(ranges) == len(set(ranges)) + 2 > 4
         assert ranges[2] == ranges[3] == ranges[4]
+
+
+def test_every_part_of_a_long_row_group_counts_as_arrived(tmp_path, hub_settings, monkeypatch):
+    write_mirror(tmp_path, files=1, row_groups=1, rows=3000)
+    monkeypatch.setattr(hub, "RANGE_BYTES", 30_000)
+    activity = Activity()
+    with HubServer(tmp_path) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        source = fineweb_edu()
+        activity.watch(source)
+        (unit,) = source.units()
+        before, asked = activity.arrived(), len(server.requests("cdn"))
+        next(iter(source.documents(unit, Skipped())))
+        assert activity.arrived() - before == len(server.requests("cdn")) - asked > 4
 
 
 def test_a_server_is_left_alone_for_as_long_as_it_asks(served, pauses):

@@ -105,6 +105,9 @@ class Remote:
     def __init__(self):
         self.listed, self.slow = Progress("footers read"), None
 
+    def answered(self):
+        return 5
+
     def waiting_for(self):
         return self.slow
 
@@ -126,7 +129,7 @@ def test_an_activity_names_its_progress_and_the_server_that_does_not_answer():
     tokenised.total, tokenised.done = 16, 5
     remote.slow = None
     assert activity.waiting_for() == "hub: 5 of 16 row groups tokenised"
-    assert activity.arrived() == 1405
+    assert activity.arrived() == 1400 + 5 + remote.answered()
 
 
 def test_a_server_that_does_not_answer_ends_a_wait_for_work_that_may_take_any_time():

@@ -65,6 +65,10 @@ class HubDataset:
             digest.update(f"{name}\0{entry.size}\0{entry.content_id}\n".encode())
         return digest.hexdigest()
 
+    def answered(self) -> int:
+        """Returns the number of requests that the hub has answered."""
+        return 0 if self._hub is None else self._hub.answered
+
     def waiting_for(self) -> str | None:
         return None if self._hub is None else self._hub.waiting_for()
 

@@ -58,6 +58,7 @@ class HubRepository:
         if place is None:
             raise DataError(f"HF_ENDPOINT: {given.rpartition('@')[2][:80]!r} is not a web address; correct or unset it")
         self.endpoint, self._password = place[1] + place[3], place[2]  # separate: addresses are logged and shown
+        self.answered = 0  # requests; row groups that take long consist of many
         self._asked: dict[object, tuple[float, str]] = {}
         self._footer = lru_cache(FOOTERS)(self._range)
 
@@ -130,6 +131,7 @@ class HubRepository:
             retries["max_retries"] = 3 + int(self.deadline_s / 8)  # after 1, 2, 4, 8, 8 and so on seconds
             answer = http_backoff("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, **retries)
             hf_raise_for_status(answer)
+            self.answered += 1
             return read(answer)
         except INVALID_ANSWER as error:
             reason = " ".join(str(error).split()) or type(error).__name__
