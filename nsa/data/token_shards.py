@@ -268,7 +268,7 @@ class ShardTokens(TokenFile):
 
     def check(self) -> None:
         """Compares size and SHA-256 of the file with the manifest. Raises DataError."""
-        with self._lock:
+        with self._lock, reworded(DataError, f"{self.path}: cannot be read", AGAIN):
             stamp = self._state()
             check_size(self.path, self._length * self.dtype.itemsize, stamp[0])
             self._file.seek(0)

@@ -1,5 +1,6 @@
 """Prepared shards that change: before a run, and while it reads them. No wrong token reaches training in silence."""
 
+import errno
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
 from nsa.data.prepare import prepare
 from nsa.data.sources.text import TextSource
+from nsa.data.token_shards import verify
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError
 from nsa.parallel.world import World, read_launch
@@ -54,6 +56,17 @@ def test_a_shard_that_changes_while_it_is_read_is_an_error_that_names_it(shards,
     with pytest.raises(DataError, match=f"{path.name}.*{message}"):
         loader.batch(0, 400)
     assert expected.inputs.max() < TOKENIZER.vocab_size
+
+
+def test_a_shard_that_the_disk_does_not_return_is_an_error_that_names_it(shards, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    expected = r"shard-00000\.tokens: cannot be read: Input/output error; prepare the data again with --fresh"
+    for attempt in (lambda: open_data(shards), lambda: verify(shards)):
+        with pytest.raises(DataError, match=expected):
+            attempt()
 
 
 def test_a_shard_that_was_only_touched_is_checked_again_and_read_on(shards):
