@@ -5,7 +5,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,7 +79,7 @@ def prepare(
             part=_parse_part(part),
             progress=progress,
         )
-    _print_prepared(folder, manifest, data.separator)
+    _print_prepared(folder, manifest)
 
 
 @app.command()
@@ -109,7 +109,7 @@ def _parse_part(part: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _print_prepared(folder: Path, manifest: "Manifest", separator: str | None = None) -> None:
+def _print_prepared(folder: Path, manifest: "Manifest") -> None:
     from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE
 
     part = manifest.part
@@ -119,10 +119,23 @@ def _print_prepared(folder: Path, manifest: "Manifest", separator: str | None = 
     if part:
         say(f"when all {part.of} parts are prepared, join them with `nsa data merge {folder}`")
         return
-    own = folder / TOKENIZER_FILE
-    name = manifest.tokenizer.name if manifest.tokenizer.name in BUILT_IN or not own.is_file() else own
-    end = "" if separator is None else " " + shlex.quote(f"data.separator={separator}")
-    say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={name}{end}")
+    made_with, own = manifest.tokenizer, folder / TOKENIZER_FILE
+    tokenizer = made_with.name
+    if tokenizer not in BUILT_IN and own.is_file():
+        tokenizer = f"{own}{_separator_key(own, made_with.separator)}"
+    say(f"train with data.source=prepared data.paths=[{folder}] data.tokenizer={tokenizer}")
+
+
+def _separator_key(file: Path, separator: int) -> str:
+    """Returns the override that a tokenizer.json needs to have this separator; empty if it has it by default."""
+    from tokenizers import Tokenizer
+
+    from nsa.data.tokenizers import load_tokenizer
+
+    with suppress(ConfigError):  # it has no separator by default
+        if load_tokenizer(str(file)).separator == separator:
+            return ""
+    return " " + shlex.quote(f"data.separator={Tokenizer.from_file(str(file)).id_to_token(separator)}")
 
 
 @app.command()

@@ -101,6 +101,16 @@ def test_merged_parts_keep_the_tokenizer_file(source, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_the_printed_command_names_the_separator_of_the_parts(source, tmp_path):
+    train_bpe(["some words of a vocabulary"], tmp_path / "own.json", vocab_size=262, max_bytes=1 << 10)
+    arguments = ["data.source=text", f"data.paths=[{tmp_path / 'texts'}]", f"data.tokenizer={tmp_path / 'own.json'}"]
+    for separator, shown in (("<|endoftext|>", ""), ("z", " data.separator=z")):
+        out = tmp_path / f"out{len(separator)}"
+        nsa_data("prepare", str(out), *arguments, f"data.separator={separator}", "--part", "1/1")
+        last = nsa_data("merge", str(out)).splitlines()[-1]
+        assert last.endswith(f" data.tokenizer={out / 'tokenizer.json'}{shown}")
+
+
 def test_parts_that_do_not_fit_are_refused_and_kept(source, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(DataError, match="no such folder"):
