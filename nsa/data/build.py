@@ -10,7 +10,7 @@ from typing import cast
 
 from nsa.config.schema import DataConfig, SourceConfig, TrainConfig
 from nsa.data.chat import ChatTokenizer, chat_template_of
-from nsa.data.corpus import Corpus, TokenFile, Tokenised, join, tokenise_units
+from nsa.data.corpus import Corpus, TokenFile, Tokenised, join, tokenise_unit
 from nsa.data.lanes import LengthIndex, StreamedSequences, UnitReader, choose_lanes, collect_validation
 from nsa.data.loader import Loader
 from nsa.data.recall import SHORTEST, Parts, RecallSequences
@@ -141,7 +141,7 @@ class _Builder:
 
     def _in_memory(self, source: Source, tokenizer: Tokenizer) -> Data:
         progress = self.activity.add(source.name, Progress("parts tokenised"))
-        read = partial(tokenise_units, source, tokenizer=tokenizer, progress=progress)
+        read = partial(tokenise_unit, source, tokenizer=tokenizer, progress=progress)
         parts = in_threads(read, source.units(), self.data.workers, progress)
         everything = join(parts, tokenizer, IN_MEMORY_BYTES)
         fingerprint = _digest(everything.keys.tobytes().hex(), everything.lengths.tobytes().hex())

@@ -168,12 +168,11 @@ def tokenise(
     return Tokenised([tokens], counts, hashes, text_bytes, Skipped() if skipped is None else skipped)
 
 
-def tokenise_units(
-    source: Source, *units: Unit, tokenizer: Tokenizer, progress: Progress | None = None
+def tokenise_unit(
+    source: Source, unit: Unit, tokenizer: Tokenizer, progress: Progress | None = None
 ) -> Tokenised[TokenArray]:
-    """Tokenises the documents of one or several units; several small units at once are faster."""
     skipped = Skipped()
-    return tokenise((text for unit in units for text in source.documents(unit, skipped)), tokenizer, skipped, progress)
+    return tokenise(source.documents(unit, skipped), tokenizer, skipped, progress)
 
 
 def in_validation(keys: Keys, fraction: float) -> NDArray[np.bool_]:

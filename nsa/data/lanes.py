@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nsa.data.corpus import Corpus, Tokenised, in_validation, join, tokenise_units
+from nsa.data.corpus import Corpus, Tokenised, in_validation, join, tokenise_unit
 from nsa.data.sequences import Borders, Row, Sequences, random_order
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.dataset import HubDataset
@@ -129,7 +129,7 @@ class UnitReader:
         self.tokenised.total = (self.tokenised.total or 0) + 1
 
     def _read(self, unit: int) -> Tokenised[TokenArray]:
-        found = tokenise_units(self.source, self.units[unit], tokenizer=self.tokenizer, progress=self.tokenised)
+        found = tokenise_unit(self.source, self.units[unit], self.tokenizer, self.tokenised)
         with self._lock:
             self.tokenised.done += 1
             self.skipped.update(found.skipped)

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from nsa.cli.data import app
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data.build import build_data
-from nsa.data.corpus import join, tokenise_units
+from nsa.data.corpus import join, tokenise_unit
 from nsa.data.prepare import make_plan, prepare
 from nsa.data.sources.base import Skipped
 from nsa.data.sources.text import TextSource
@@ -90,7 +90,7 @@ def test_shards_keep_the_tokenizer_file_they_were_made_with(source, tmp_path):
 def test_shards_hold_the_source_document_for_document(source, tmp_path):
     out = tmp_path / "out"
     manifest = prepare(source, TOKENIZER, out, workers=1, shard_bytes=SHARD_BYTES)
-    direct = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
+    direct = join((tokenise_unit(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     shards, _ = open_shards([out], TOKENIZER)
     assert len(manifest.shards) > 2
     assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.pieces[0])
@@ -392,7 +392,7 @@ def test_several_folders_are_one_corpus(source, tmp_path):
     for part in ("a", "b"):
         prepare(source, TOKENIZER, tmp_path / part, workers=1)
     shards, _ = open_shards([tmp_path / "a", tmp_path / "b"], TOKENIZER)
-    once = join((tokenise_units(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
+    once = join((tokenise_unit(source, u, tokenizer=TOKENIZER) for u in source.units()), TOKENIZER)
     assert shards.lengths.tolist() == [*once.lengths, *once.lengths]
     training, validation = shards.split(0.1)
     assert training.num_documents + validation.num_documents == 2 * len(once.lengths)
@@ -418,7 +418,7 @@ def test_a_shard_is_not_larger_than_requested_whatever_a_file_unpacks_to(dense_f
     assert len({shard.number for shard in manifest.shards}) == len(manifest.shards) >= 15
     assert max(shard.text_bytes for shard in manifest.shards) <= SHARD_BYTES
     shards, _ = open_shards([tmp_path / "out"], TOKENIZER)
-    direct = tokenise_units(dense_file, *dense_file.units(), tokenizer=TOKENIZER)
+    direct = join((tokenise_unit(dense_file, u, tokenizer=TOKENIZER) for u in dense_file.units()), TOKENIZER)
     assert np.array_equal(np.concatenate([whole(piece) for piece in shards.pieces]), direct.pieces[0])
     assert np.array_equal(shards.keys, direct.keys)
 

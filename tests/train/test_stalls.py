@@ -90,8 +90,8 @@ def test_a_hub_that_is_silent_while_the_source_is_opened_ends_the_run_in_time(hu
 
 
 def test_text_that_takes_long_to_tokenise_is_reported_with_how_far_it_is(texts, tmp_path, monkeypatch):  # noqa: F811
-    real = build.tokenise_units
-    monkeypatch.setattr(build, "tokenise_units", lambda *units, **more: time.sleep(0.25) or real(*units, **more))
+    real = build.tokenise_unit
+    monkeypatch.setattr(build, "tokenise_unit", lambda *unit, **more: time.sleep(0.25) or real(*unit, **more))
     (texts / "b.jsonl").write_text((texts / "a.jsonl").read_text())
     train(config_of(texts, "data.stall_s=0.1", "data.workers=1"), tmp_path / "run")
     messages = [event["message"] for event in stalls_of(tmp_path / "run")]
