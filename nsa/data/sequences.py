@@ -252,28 +252,41 @@ class BestFit(Sequences):
 def fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], int]:
     """Best-fit decreasing bin packing: returns the bin of every item, with bins of size `room`, and the number of bins.
 
+    Items of one length are placed together: a bin that takes one of them is then the fullest that has room for another.
     `free` lists, in order, the amounts of room that some bin still has.
     """
     bins: dict[int, list[int]] = {}
     free: list[int] = []
-    chosen = np.empty(len(lengths), dtype=np.int64)
-    used = 0
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        place = bisect_left(free, length)
-        if place < len(free):
-            left = free[place]
-            number = bins[left].pop()
-            if not bins[left]:
-                del bins[left], free[place]
-        else:
-            left, number = room, used
-            used += 1
-        chosen[item] = number
-        if left := left - length:
+
+    def keep(left: int, numbers: list[int]) -> None:
+        if left and numbers:
             if left not in bins:
                 insort(free, left)
-            bins.setdefault(left, []).append(number)
+            bins.setdefault(left, []).extend(numbers)
+
+    chosen = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    used = 0
+    for items in np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1) if len(order) else []:
+        length = int(lengths[items[0]])
+        while len(items):
+            place = bisect_left(free, length)
+            left = free[place] if place < len(free) else room
+            each = left // length
+            wanted = -(-len(items) // each)
+            if place < len(free):
+                numbers = bins[left][: -wanted - 1 : -1]
+                del bins[left][-wanted:]
+                if not bins[left]:
+                    del bins[left], free[place]
+            else:
+                numbers = list(range(used, used + wanted))
+                used += wanted
+            placed, items = items[: len(numbers) * each], items[len(numbers) * each :]
+            chosen[placed] = np.repeat(numbers, each)[: len(placed)]
+            full, rest = divmod(len(placed), each)
+            keep(left - each * length, numbers[:full])
+            keep(left - rest * length, numbers[full:])
     return chosen, used
 
 

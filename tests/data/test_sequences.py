@@ -74,6 +74,24 @@ def test_best_fit_never_overfills_a_sequence_and_needs_few(lengths):
     assert count <= np.ceil(11 / 9 * np.ceil(lengths.sum() / 64)) + 1  # the bound of best fit, longest first
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 24), max_size=200))
+def test_best_fit_places_documents_as_one_after_the_other(lengths):
+    """Longest first, each into the fullest sequence with room; of equally full ones, into the one that was filled last.
+    Runs resume with the order of earlier versions."""
+    bins: list[tuple[int, int]] = []  # the room left, and minus the time of the last document
+    expected = np.empty(len(lengths), dtype=np.int64)
+    for time, item in enumerate(sorted(range(len(lengths)), key=lambda item: -lengths[item])):
+        _, number = min(
+            ((place, n) for n, place in enumerate(bins) if place[0] >= lengths[item]), default=(None, len(bins))
+        )
+        if number == len(bins):
+            bins.append((24, 0))
+        expected[item], bins[number] = number, (bins[number][0] - lengths[item], -time)
+    chosen, count = fit(np.array(lengths, dtype=np.int64), 24)
+    assert (chosen.tolist(), count) == (expected.tolist(), len(bins))
+
+
 def test_best_fit_cuts_no_document_that_fits_and_reports_its_padding():
     corpus, _ = corpus_of([20, 30, 12, 64, 40, 24, 33] * 9)
     packed = BestFit(corpus, 64, seed=0, separator=SEPARATOR)
