@@ -16,7 +16,8 @@ _IGNORED = {
 _SWITCH: dict[str, Any] = {"0": False, "1": True}
 _SHARDING: dict[str, Any] = {"full": "full", "full_shard": "full", "grad_op": "grad_op", "shard_grad_op": "grad_op"}
 _BRANCH: dict[str, Any] = {"cmp": "cmp", "sel": "sel", "win": "win"}
-_ALL_KERNELS = " ".join(f"runtime.kernels.{name}" for name in ("phi", "cmp", "select", "sel", "win", "mix"))
+_OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix", "index", "index_loss")
+_ALL_KERNELS = " ".join(f"runtime.kernels.{name}" for name in _OPERATORS)
 _KERNELS_OFF: dict[str, Any] = {"0": "reference", "1": None}
 # The keys that each variable sets, and its values (None: any integer). A value that maps to None sets nothing.
 _KEYS: dict[str, tuple[str, dict[str, Any] | None]] = {

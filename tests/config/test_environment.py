@@ -6,6 +6,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.config.load import ConfigWarning
+from nsa.config.schema import KernelsConfig
 from nsa.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ def kernels(environment, tree=None, overrides=()):
         ("NSA_USE_FA2_WIN", "0", {"win"}),
         ("NSA_USE_FA2_CMP", "0", {"cmp"}),
         ("NSA_USE_TRITON_SEL", "0", {"sel"}),
-        ("NSA_SDPA_NO_FLASH", "1", {"phi", "cmp", "select", "sel", "win", "mix"}),
+        ("NSA_SDPA_NO_FLASH", "1", set(KernelsConfig.model_fields)),
         ("NSA_USE_FA2", "1", set()),
         ("NSA_SDPA_NO_FLASH", "0", set()),
     ],
