@@ -1,9 +1,10 @@
 """The figures of a report, each with a stable id, a title and a description for screen readers."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -161,10 +162,7 @@ def gate_figures(view: RunView) -> list[str]:
     samples = view.gate_samples.by_step()
     layers = [layer for layer in view.gates if layer != ALL_LAYERS] or [ALL_LAYERS]
     labels = [short_layer(layer) for layer in layers]
-    grids = {  # [layer, step]; NaN where a sample lacks the layer
-        name: np.array([[getattr(found.get(layer), name, np.nan) for found in samples.values()] for layer in layers])
-        for name, *_ in _GATE_FIGURES
-    }
+    grids = {name: _by_layer(samples, layers, name) for name, *_ in _GATE_FIGURES}
     largest = max(_largest(grids[f"share_{branch}"]) for branch in BRANCHES)
     shares = (0.0, float(np.ceil(largest * 10) / 10) or 1.0)
     scales = {"collapsed": (0.0, 1.0)}
@@ -174,6 +172,12 @@ def gate_figures(view: RunView) -> list[str]:
               style, how)
         for name, end, title, about, style, how in _GATE_FIGURES
     ]  # fmt: skip
+
+
+def _by_layer(samples: Mapping[int, Mapping[str, Any]], layers: Sequence[str], column: str) -> Numbers:
+    """[layer, step]; NaN where a sample lacks the layer or its value."""
+    values = [[getattr(found.get(layer), column, None) for found in samples.values()] for layer in layers]
+    return np.array(values, dtype=np.float64)
 
 
 def _largest(values: Numbers) -> float:
@@ -253,9 +257,7 @@ def _mass_figure(view: RunView) -> str:
     layers = list(dict.fromkeys(name for found in samples.values() for name, s in found.items() if s.mass is not None))
     if not layers:
         return missing(view, LAYER_SELECTION.file, "plot-mass", "Selection: attention mass")
-    values = np.array(  # [layer, step]; None becomes NaN
-        [[getattr(found.get(layer), "mass", None) for found in samples.values()] for layer in layers], dtype=np.float64
-    )
+    values = _by_layer(samples, layers, "mass")
     return _heat(
         "plot-mass", "Selection: attention mass",
         "Rows are layers. Share of the attention over all visible tokens that the selected blocks hold, in a sample of "
