@@ -51,7 +51,8 @@ class Snapshot:
 
 
 class Saver:
-    """Runs one save at a time. All ranks of `group` call `begin` and `finish` at the same step."""
+    """Runs one save at a time. All ranks of `group`, which nothing else uses, call `begin` and `finish` at the same
+    step."""
 
     def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None):
         self.root, self.keep, self.group = root, keep, group

@@ -1,9 +1,10 @@
 """The figures of a report, each with a stable id, a title and a description for screen readers."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from nsa.formatting import short
 from nsa.inspect.reading import RunView, smoothing
 from nsa.inspect.run_files import Numbers
 from nsa.inspect.svg import Curve, Plot, draw, heat_map
-from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, GATES, LAYER_SELECTION, SELECTION, TRAINING
+from nsa.run_folder import ALL_LAYERS, BRANCHES, DISTANCE_BINS, LAYER_SELECTION, TRAINING
 
 WIDTH, HEIGHT = 400, 230
 WIDE, WIDE_HEIGHT = 1180, 340
@@ -61,8 +62,8 @@ def lines(plot: Plot) -> str:
     return figure(plot.identity, plot.title, plot.about, drawings, legend)
 
 
-def _all_lines(view: RunView, file: str, *plots: Plot) -> list[str]:
-    return [lines(plot) or missing(view, file, plot.identity, plot.title) for plot in plots]
+def _of_training(view: RunView, *plots: Plot) -> list[str]:
+    return [lines(plot) or missing(view, TRAINING.file, plot.identity, plot.title) for plot in plots]
 
 
 def training_figures(view: RunView) -> list[str]:
@@ -77,8 +78,8 @@ def training_figures(view: RunView) -> list[str]:
     bits = Curve("validation", x, column("val_bits_per_byte"), "c2", dots=True)
     index = Plot("plot-index-kl", "Index loss", "KL divergence of the index of MSA layers from their attention.",
                  [Curve("index", x, column("index_kl"), "c4")], "nats", from_zero=True, may_be_log=True)  # fmt: skip
-    figures = _all_lines(
-        view, TRAINING.file,
+    figures = _of_training(
+        view,
         Plot("plot-loss", "Loss", _loss_text(view), losses, "nats per token", marks=bad[:MAX_MARKS], may_be_log=True),
         Plot("plot-lr", "Learning rate", "As set by the schedule.", [Curve("lr", x, column("lr"))], from_zero=True),
         Plot("plot-grad-norm", "Gradient norm", "Before clipping. Spikes are kept.",
@@ -101,8 +102,8 @@ def speed_figures(view: RunView) -> list[str]:
         Curve("waiting for a save", x, column("save_wait_s"), "c3"),
     ]
     median = short(view.recent("toks_per_s"))
-    return _all_lines(
-        view, TRAINING.file,
+    return _of_training(
+        view,
         Plot("plot-throughput", "Throughput", f"Tokens a second over all ranks; median of the last steps {median}.",
              speeds, "tokens/s", from_zero=True),
         Plot("plot-step-time", "Time of a step", "Seconds, and how many of them were spent waiting.",
@@ -157,23 +158,26 @@ _GATE_FIGURES: tuple[tuple[str, str, str, str, str, Callable[..., Numbers]], ...
 
 
 def gate_figures(view: RunView) -> list[str]:
+    """Needs at least one sample."""
     samples = view.gate_samples.by_step()
-    newest = next(reversed(samples.values()), {})
-    layers = [layer for layer in newest if layer != ALL_LAYERS] or [ALL_LAYERS]
+    layers = [layer for layer in view.gates if layer != ALL_LAYERS] or [ALL_LAYERS]
     labels = [short_layer(layer) for layer in layers]
-    grids = {  # [layer, step]; NaN where a sample lacks the layer
-        name: np.array([[getattr(found.get(layer), name, np.nan) for found in samples.values()] for layer in layers])
-        for name, *_ in _GATE_FIGURES
-    }
+    grids = {name: _by_layer(samples, layers, name) for name, *_ in _GATE_FIGURES}
     largest = max(_largest(grids[f"share_{branch}"]) for branch in BRANCHES)
     shares = (0.0, float(np.ceil(largest * 10) / 10) or 1.0)
     scales = {"collapsed": (0.0, 1.0)}
     scales |= {name: _range(grids[name]) for name in ("mean_entropy", "min_entropy")}
     return [
-        _heat(view, GATES.file, f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[name],
-              scales.get(name, shares), style, how)
+        _heat(f"plot-{end}", f"Gates: {title}", about, list(samples), labels, grids[name], scales.get(name, shares),
+              style, how)
         for name, end, title, about, style, how in _GATE_FIGURES
     ]  # fmt: skip
+
+
+def _by_layer(samples: Mapping[int, Mapping[str, Any]], layers: Sequence[str], column: str) -> Numbers:
+    """[layer, step]; NaN where a sample lacks the layer or its value."""
+    values = [[getattr(found.get(layer), column, None) for found in samples.values()] for layer in layers]
+    return np.array(values, dtype=np.float64)
 
 
 def _largest(values: Numbers) -> float:
@@ -192,8 +196,6 @@ def _range(values: Numbers) -> tuple[float, float]:
 
 
 def _heat(
-    view: RunView,
-    file: str,
     identity: str,
     title: str,
     about: str,
@@ -204,8 +206,6 @@ def _heat(
     style: str,
     how: Callable[..., Numbers] = np.nanmean,
 ) -> str:
-    if not steps:
-        return missing(view, file, identity, title)
     at, squeezed = _squeeze(np.array(steps, dtype=float), values, how)
     height, inside = heat_map(at, rows, squeezed, scale, WIDTH, style)
     low, high = map(short, scale)
@@ -220,8 +220,9 @@ def short_layer(layer: str) -> str:
 
 
 def selection_figures(view: RunView) -> list[str]:
+    """Needs at least one sample."""
     samples = {step: found[ALL_LAYERS] for step, found in view.selection_samples.by_step().items()}
-    shares = np.array([found.distances for found in samples.values()]).reshape(-1, len(DISTANCE_BINS)).T  # [bin, step]
+    shares = np.array([found.distances for found in samples.values()]).T  # [bin, step]
     used = np.flatnonzero((shares > 0).any(1)).tolist() or [0]
     top = float(np.ceil(max(0.1, _largest(shares[used])) * 10) / 10)
     steps = np.array(list(samples), dtype=float)
@@ -236,34 +237,32 @@ def selection_figures(view: RunView) -> list[str]:
     ]
     blocks = [curve("mean", "mean_distinct", "c1"), curve("most", "max_distinct", "c2")]
     distance = _heat(
-        view, SELECTION.file, "plot-distance", "Selection: distance",
+        "plot-distance", "Selection: distance",
         "Rows are distances in blocks from the query's own block; stronger colour: a larger share of all blocks read.",
         list(samples), [DISTANCE_BINS[at] for at in used], shares[used], (0.0, top), "c2",
     )  # fmt: skip
     mass = _mass_figure(view) if any(found.mass is not None for found in samples.values()) else ""
-    return [distance, mass, *_all_lines(
-        view, SELECTION.file,
+    return [distance, mass, *map(lines, (
         Plot("plot-agreement", "Selection: agreement",
              "Agreement: share of a row's blocks that the previous row also reads. Forced: read regardless of scores.",
              parts, "%", from_zero=True),
         Plot("plot-distinct", "Selection: blocks a row", "Distinct blocks that a token and key/value head reads.",
              blocks, "blocks", from_zero=True),
-    )]  # fmt: skip
+    ))]  # fmt: skip
 
 
 def _mass_figure(view: RunView) -> str:
     """A heat map of the layers that measure the mass of their blocks."""
     samples = view.layer_selection_samples.by_step()
     layers = list(dict.fromkeys(name for found in samples.values() for name, s in found.items() if s.mass is not None))
-    steps, names = list(samples) if layers else [], [short_layer(layer) for layer in layers]
-    values = np.array(  # [layer, step]; None becomes NaN
-        [[getattr(found.get(layer), "mass", None) for found in samples.values()] for layer in layers], dtype=np.float64
-    ).reshape(len(layers), len(samples))
+    if not layers:
+        return missing(view, LAYER_SELECTION.file, "plot-mass", "Selection: attention mass")
+    values = _by_layer(samples, layers, "mass")
     return _heat(
-        view, LAYER_SELECTION.file, "plot-mass", "Selection: attention mass",
+        "plot-mass", "Selection: attention mass",
         "Rows are layers. Share of the attention over all visible tokens that the selected blocks hold, in a sample of "
         "queries. Faint: the lowest here.",
-        steps, names, values, _range(values), "c5", np.nanmin,
+        list(samples), [short_layer(layer) for layer in layers], values, _range(values), "c5", np.nanmin,
     )  # fmt: skip
 
 

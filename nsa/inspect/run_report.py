@@ -39,19 +39,20 @@ def render(view: RunView) -> str:
     """The HTML page."""
     name = escape(one_line(view.name, 200))
     sections = (
-        ("training", "Training", "Training", grid(training_figures(view))),
-        ("speed", "Speed", "Speed and memory", grid(speed_figures(view))),
-        ("gates", "Gates", "Gates", _gate_table(view) + grid(gate_figures(view))),
-        ("selection", "Selection", "Selection", grid(selection_figures(view)) + _layer_selection(view)),
-        *([("evaluation", "Evaluation", "Evaluation", _evaluation(view.evaluation))] if view.evaluation else []),
-        *([("samples", "Samples", "Samples", _samples(view))] if view.samples.newest else []),
-        ("incidents", "What happened", "What happened", _timeline(view)),
-        ("environment", "Environment", "Environment", _environment(view)),
-        ("configuration", "Configuration", "Configuration", _configuration(view)),
+        ("training", "Training", grid(training_figures(view))),
+        ("speed", "Speed and memory", grid(speed_figures(view))),
+        ("gates", "Gates", _gates(view)),
+        ("selection", "Selection", _selection(view)),
+        ("evaluation", "Evaluation", _evaluation(view.evaluation) if view.evaluation else ""),
+        ("samples", "Samples", _samples(view) if view.samples.newest else ""),
+        ("incidents", "What happened", _timeline(view)),
+        ("environment", "Environment", _environment(view)),
+        ("configuration", "Configuration", _configuration(view)),
     )
-    links = "".join(f'<a href="#{identity}">{link}</a>' for identity, link, _, _ in sections)
+    shown = [section for section in sections if section[2]]
+    links = "".join(f'<a href="#{identity}">{title}</a>' for identity, title, _ in shown)
     parts = [_health(view), _tiles(view)]
-    parts += [f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, _, title, inside in sections]
+    parts += [f'<section id="{at}"><h2>{title}</h2>{inside}</section>' for at, title, inside in shown]
     source = f"Written {clock(view.now)} by nsa {__version__} from {view.folder}"
     return page(f"{name} - nsa report", _header(view, name, links), "".join(parts), source)
 
@@ -132,9 +133,14 @@ def _tiles(view: RunView) -> str:
     return f'<dl class="tiles" id="numbers">{cells}</dl>'
 
 
-def _gate_table(view: RunView) -> str:
+def _gates(view: RunView) -> str:
+    """Empty for a run without gates."""
     if not view.gates:
-        return ""
+        return _problem(view, run_folder.GATES.file)
+    return _gate_table(view) + grid(gate_figures(view))
+
+
+def _gate_table(view: RunView) -> str:
     head = "<tr><th>layer</th><th>cmp / sel / win</th><th>entropy</th><th>lowest</th><th>collapsed</th></tr>"
     rows = "".join(_gate_row(layer, gates) for layer, gates in view.gates.items())
     keys = "".join(f'<li><i class="key c{at}"></i>{branch}</li>' for at, branch in enumerate(run_folder.BRANCHES, 1))
@@ -163,6 +169,13 @@ def _gate_row(layer: str, gates: run_folder.GateStats) -> str:
 def _layer_cell(layer: str) -> str:
     name = one_line(layer, 80)
     return f'<td class="num" title="{escape(name)}">{escape(short_layer(name))}</td>'
+
+
+def _selection(view: RunView) -> str:
+    """Empty for a run whose layers select no blocks."""
+    if view.selection is None:
+        return _problem(view, run_folder.SELECTION.file)
+    return grid(selection_figures(view)) + _layer_selection(view)
 
 
 def _layer_selection(view: RunView) -> str:
@@ -251,13 +264,15 @@ def _environment(view: RunView) -> str:
     if lookup(view.metrics, "data"):
         env["data"] = view.metrics["data"]
     if not env:
-        return _missing(view, run_folder.ENVIRONMENT_FILE)
+        return _problem(view, run_folder.ENVIRONMENT_FILE)
     rows = "".join(f"<tr><th>{escape(str(key))}</th><td>{shown_value(value)}</td></tr>" for key, value in env.items())
     return f'<div class="card scroll"><table class="facts-table">{rows}</table></div>'
 
 
-def _missing(view: RunView, file: str) -> str:
-    return f'<p class="missing">{file} {escape(view.problems.get(file, "is empty"))}</p>'
+def _problem(view: RunView, file: str) -> str:
+    """Why a file cannot be shown; empty if it is sound."""
+    found = view.problems.get(file)
+    return f'<p class="missing">{file}: {escape(found)}</p>' if found else ""
 
 
 def shown_value(value: Any) -> str:
@@ -270,6 +285,6 @@ def shown_value(value: Any) -> str:
 
 def _configuration(view: RunView) -> str:
     if not view.config:
-        return _missing(view, run_folder.CONFIG_FILE)
+        return _problem(view, run_folder.CONFIG_FILE)
     text = yaml.safe_dump(view.config, sort_keys=False, allow_unicode=True)
     return f'<details class="card"><summary>{run_folder.CONFIG_FILE}</summary><pre>{escape(text)}</pre></details>'

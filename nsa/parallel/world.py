@@ -24,7 +24,9 @@ from nsa.parallel.context import Context, data_ranks
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks. `cpu_group` is for small messages between hosts; None in a single process."""
+    """This process among all ranks. Two groups exchange small messages between hosts, both None in a single process:
+    `save_group` those of the thread that saves, `cpu_group` all others. Threads that shared a group would exchange in
+    another order on each rank, and wait for each other."""
 
     device: torch.device
     strategy: str = "single"  # or "ddp", "fsdp"
@@ -33,6 +35,7 @@ class World:
     size: int = 1
     backend: str = "none"
     cpu_group: dist.ProcessGroup | None = None
+    save_group: dist.ProcessGroup | None = None
     local_size: int | None = None  # ranks of this node; None if the launcher does not say
     context: Context | None = None  # the context-parallel group; None without context parallelism
 
@@ -174,14 +177,16 @@ def start_world(parallel: ParallelConfig, device: str, environment: Mapping[str,
     elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]:
         raise LaunchError(f"{', '.join(missing)}: not set although WORLD_SIZE is; start the run with torchrun")
     dist.init_process_group(both, timeout=timeout, device_id=chosen if backend == "nccl" else None, **store)
-    group = dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None
+    cpu_group, save_group = (
+        dist.new_group(backend="gloo", timeout=timeout) if launch.size > 1 else None for _ in range(2)
+    )
     context = None
     if parallel.context > 1:  # consecutive ranks have the fastest connections
         own, _ = dist.new_subgroups(parallel.context, timeout=timeout)
         context = Context(own)
     ranks = (launch.rank, launch.local_rank, launch.size)
     try:
-        yield World(chosen, strategy, *ranks, backend, group, launch.local_size, context)
+        yield World(chosen, strategy, *ranks, backend, cpu_group, save_group, launch.local_size, context)
     except BaseException:
         if launch.size == 1:  # else it would wait for ranks that may be gone
             with suppress(Exception):  # after an error on the GPU it may fail too

@@ -4,6 +4,7 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -47,8 +48,10 @@ class TableSink(Sink):
             if kept:
                 self._file.truncate(kept)
                 self._file.seek(kept)
-            else:
+            else:  # the header at once: viewers take a table without one for damaged
                 self._pending += table.header.encode()
+                with suppress(OSError):  # written with the first row
+                    del self._pending[: self._file.write(self._pending) or 0]
 
     def wants(self, event: Event) -> bool:
         return bool(event["event"] == self.table.event)

@@ -61,14 +61,14 @@ class Tracer:
         self.on, self.failures = grads or modules or buckets, failures or Failures()
         self._file = TraceFile(folder, rank)
         self._step: int | None = None  # None: outside a step, where no events are recorded
-        self._has_digest = False
+        self._has_begun = False
         self._parameters: dict[str, nn.Parameter] = {}
         self._arrived: dict[str, list[str]] = {"grad": [], "module_bwd": []}  # names in this step, in order
         self._handles: list[Any] = []
         self._watched: dict[str, weakref.ref[Tensor]] = {}
         self._gpu: torch.device | None = None
         self._sharded = False
-        self._header: dict[str, Any] | None = None  # of this start; None once it is written
+        self._header: dict[str, Any] = {}  # of this start
         self._notes: list[str] = []
 
     def attach(self, model: nn.Module, module: nn.Module) -> None:
@@ -111,14 +111,13 @@ class Tracer:
         with self.failures.counted():
             self._step = step
             self._arrived = {event: [] for event in self._arrived}
-            if self._header is not None:
-                header, self._header = self._header, None
-                self._file.begin(header)
+            if self.on and not self._has_begun:
+                self._has_begun = True
+                self._file.begin(self._header)
                 for text in self._notes:
                     self._emit("note", text=text)
-            if self.grads and not self._has_digest:
-                self._has_digest = True
-                self._digest(before=True)
+                if self.grads:
+                    self._digest(before=True)
             self._emit("step_begin")
 
     def step_end(self, step: int, loss: float) -> None:
@@ -134,12 +133,13 @@ class Tracer:
         self._step = None
 
     def close(self) -> None:
-        """Removes every hook. Records the event `end`, unless the rank stopped inside a step."""
+        """Removes every hook. Records the event `end`, unless the rank stopped inside a step or before the first one:
+        the file then ends with the trace of an earlier start, which `nsa trace` still explains."""
         with self.failures.counted():
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
-            if self._step is None:
+            if self._has_begun and self._step is None:
                 self._emit("end", failures=self.failures.count)
             self.on = False
             self._file.close()

@@ -171,10 +171,7 @@ class Claim:
 
     def check(self, world: World) -> None:
         """Call before an irreversible write. All ranks call it together, and all raise if the folder is lost."""
-        self.raise_if_lost(on_first_rank(world, self.is_lost))
-
-    def raise_if_lost(self, lost: bool) -> None:
-        if lost:
+        if on_first_rank(world, self.is_lost):
             self._lost = True
             raise LaunchError(
                 f"train.out_dir: {self.folder} was renamed, deleted or replaced while the run wrote into it; nothing "

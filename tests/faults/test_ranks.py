@@ -51,6 +51,21 @@ def test_what_fails_on_rank_0_alone_is_recorded_by_rank_0_alone(tmp_path):
     assert metrics_of(tmp_path) == running
 
 
+def test_ranks_agree_on_the_folder_while_a_save_is_being_written(tmp_path):
+    """Before a memory dump. The threads of a rank would otherwise wait for those of another: rank 0 saves later."""
+    config = write_config(
+        tmp_path,
+        parallel={"strategy": "ddp", "timeout_s": 15.0},
+        train={"eval_every": 0},
+        telemetry={"mem_dump_every": 1},
+    )
+    ended = run_ranks(
+        2, "train", config, f"train.out_dir={tmp_path / 'run'}", faults="save.prepare:sleep:rank=0:seconds=3"
+    )
+    assert [e.code for e in ended] == [0, 0], ended[0].output
+    assert (tmp_path / "run" / "mem_step8_rank1.txt").exists()
+
+
 def test_a_stopped_rank_is_given_up_after_the_timeout(tmp_path):
     config = write_config(tmp_path, parallel={"strategy": "ddp", "timeout_s": 5.0}, train={"steps": 8})
     waiting, other = start_ranks(

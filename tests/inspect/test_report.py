@@ -286,12 +286,26 @@ def test_a_missing_or_damaged_file_gives_boxes_that_name_it(finished, file, plot
     if damage is not None:
         (finished / file).write_bytes(damage)
     page = render(read_run(finished))
-    for identity in PLOTS:
-        box = figure_of(page, identity)
-        assert ("<svg" in box) == (identity not in plots)
-        assert (f"Nothing to show: {file}" in box) == (identity in plots)
+    assert [identity for identity in PLOTS if f'id="{identity}-0-t"' not in page] == list(plots)
+    assert page.count(f"Nothing to show: {file}") == (len(plots) if file == "training.csv" else 0)
+    sections = {"gate_stats.csv": "gates", "k_stats.csv": "selection", "config.yaml": "configuration"}
+    if file in sections:
+        assert re.search(rf'<section id="{sections[file]}"><h2>[^<]*</h2><p class="missing">{file}: ', page)
     if damage is None:
         assert f"{file}: missing" in page
+
+
+def test_a_run_without_gates_or_selected_blocks_has_no_section_for_them(finished):
+    for name in ("gate_stats.csv", "k_stats.csv", "k_stats_layers.csv"):  # as a run with dense attention leaves them
+        header = (finished / name).read_text().splitlines()[0]
+        (finished / name).write_text(f"{header}\n")
+    page = render(read_run(finished))
+    assert re.findall(r'<section id="([^"]*)"', page) == re.findall(r'<a href="#([^"]*)"', page)
+    assert 'id="training"' in page
+    assert 'id="gates"' not in page
+    assert 'id="selection"' not in page
+    assert "Nothing to show" not in page
+    assert "Nothing unhealthy was found." in page
 
 
 @pytest.mark.parametrize("file", ["training.csv", "gate_stats.csv", "k_stats.csv", "k_stats_layers.csv"])

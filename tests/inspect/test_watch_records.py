@@ -5,6 +5,7 @@ import pytest
 from nsa import run_folder
 from nsa.inspect.health import unhealthy
 from nsa.inspect.reading import read_run
+from nsa.record.sinks import TableSink
 from tests.inspect.test_watch import live_run, text_of
 from tests.record.runs import (
     BEGAN,
@@ -27,6 +28,12 @@ from tests.record.runs import (
 def test_unhealthy_steps_are_reported(tmp_path, row, words):
     now = live_run(tmp_path / "run", **row)
     assert any(words in line for line in unhealthy(read_run(tmp_path / "run", now)))
+
+
+def test_tables_that_have_no_row_yet_are_not_reported(tmp_path):
+    """Until the first step, whose compilation may take minutes, and in tables of layers that a run does not have."""
+    opened = [TableSink(tmp_path, 0, table) for table in run_folder.TABLES]
+    assert not {sink.name for sink in opened} & read_run(tmp_path).problems.keys()
 
 
 def test_a_rising_loss_is_reported_and_a_noisy_one_is_not(tmp_path):

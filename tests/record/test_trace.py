@@ -216,6 +216,20 @@ def test_a_rank_that_failed_in_a_step_did_not_end(tmp_path):
     assert "rank 0: step 1 complete, in step 2 after 0 of 2 gradients\n" in text(tmp_path)
 
 
+@pytest.mark.parametrize("is_built", [False, True], ids=["refused", "stopped before its first step"])
+def test_a_start_without_a_step_leaves_the_trace_of_the_start_before(tmp_path, is_built):
+    hung = record(tmp_path, TwoLayers(), inputs=torch.ones(1, 1), close=False)
+    hung.step_begin(2)
+    before = text(tmp_path)
+    assert "in step 2 after 0 of 2 gradients" in before
+    started = Tracer(tmp_path, 0, grads=True, modules=False, buckets=False)
+    if is_built:
+        started.attach(TwoLayers(), TwoLayers())
+    started.close()
+    assert text(tmp_path).split(", at ")[0] == before.split(", at ")[0]
+    assert "damage" not in text(tmp_path)
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")  # noqa: PTH110
 def test_a_full_disk_is_counted_and_does_not_stop_training(tmp_path, no_room):
     no_room("trace_rank0.jsonl")
