@@ -19,6 +19,9 @@ class TextStream:
         self.stopped = False  # whether a stop text was found; it is not part of the text
         self._decode, self._stop = decode, stop
         self._before = list(before[-CONTEXT:])  # their text is complete; some tokenizers use the preceding tokens
+        for _ in range(MOST_INCOMPLETE):
+            if decode(self._before).startswith(REPLACEMENT):  # the end of a character
+                self._before.pop(0)
         self._tokens: list[int] = []  # tokens after `_before`
         self._given = 0  # characters of `_tokens` that were returned already
         self._pending = ""
@@ -43,7 +46,10 @@ class TextStream:
         return piece + self._pending  # empty after a stop text
 
     def _text(self) -> str:
-        return self._decode(self._before + self._tokens)[len(self._decode(self._before)) :]
+        """The text of `_tokens` after the tokens before them."""
+        before, both = self._decode(self._before), self._decode(self._before + self._tokens)
+        # Decoders with byte fallback replace every byte of adjacent characters until the last one is complete.
+        return both[len(before) :] if both.startswith(before) else self._decode(self._tokens)
 
     def _cut(self, piece: str) -> str:
         """The pending text and `piece`, up to a stop text or the possible start of one."""

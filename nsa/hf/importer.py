@@ -204,8 +204,9 @@ def _slides(described: dict[str, Any]) -> bool:
 
 
 def _rotary(described: dict[str, Any], head_dim: int, refuse: Any) -> dict[str, Any]:
-    """Returns rope_base, rope_scaling and rotary_dim, from `rope_parameters` or from the keys of older files."""
-    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    """Returns rope_base, rope_scaling and rotary_dim, from `rope_parameters` or from the keys of older files. In a file
+    with both, transformers reads `rope_scaling` alone."""
+    rope = described.get("rope_scaling") or described.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise refuse(f"rope_scaling must be a mapping, got {rope!r}")
     kind = rope.get("rope_type") or rope.get("type") or "default"

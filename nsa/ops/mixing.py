@@ -166,7 +166,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 mix_node = define("mix_branches", _mix, lambda o_cmp, *_: o_cmp.new_empty(o_cmp.shape))
-mix_backward_node = differentiate(mix_node, _mix_backward)
+differentiate(mix_node, _mix_backward)
 mix_attention_node = define(
     "mix_attention", _mix_attention, lambda q, k_cmp, v_cmp, *_: q.new_empty(*q.shape[:3], v_cmp.shape[3])
 )

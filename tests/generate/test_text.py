@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.generate.text_stream import TextStream
@@ -55,6 +56,25 @@ def test_a_decoder_that_replaces_every_byte_keeps_characters_and_special_tokens_
     stream = TextStream(decode)
     assert [stream.push(i) for i in (0, 1, 2, 3, 8, 10, 9)] == ["", "", "", "😀", " hello", "", " world"]
     assert TextStream(decode, before=[8]).push(9) == " world"
+
+
+def test_adjacent_characters_of_byte_tokens_are_whole():
+    """Such as two emojis in a row: the decoder of Llama's and Mistral's vocabularies knows no character in a row of
+    bytes of which one is missing."""
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+
+    def decode(ids):
+        return decoder.decode([f"<0x{i:02X}>" if i < 256 else "a" for i in ids])
+
+    text = "😀😀本語é"
+    stream = TextStream(decode)
+    assert [piece for piece in map(stream.push, [*text.encode(), 256]) if piece] == [*text, "a"]
+    for prompt in ("本語" * 5, "😀" * 5, "é本語"):
+        stream = TextStream(decode, before=list(prompt.encode()))
+        assert [piece for piece in map(stream.push, text.encode()) if piece] == [*text]
+    stream = TextStream(decode)
+    found = [stream.push(i) for i in (*"本".encode(), 0xFE, 256, *"語".encode())]
+    assert "".join(found) == "本\ufffda語"
 
 
 @pytest.mark.parametrize(

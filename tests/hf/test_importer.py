@@ -102,6 +102,20 @@ def test_part_of_a_head_is_rotated_where_the_folder_says_so(tmp_path, llama):
         torch.testing.assert_close(got, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_rope_scaling_that_was_added_to_a_folder_counts_as_in_transformers(tmp_path, llama):
+    folder = shutil.copytree(llama[0], tmp_path / "hf")
+    described = json.loads((folder / "config.json").read_text())
+    assert described["rope_parameters"]["rope_type"] == "default"
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps(described | {"rope_scaling": scaling}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    import_model(folder, tmp_path / "run")
+    tokens = torch.randint(0, 256, (2, 130))
+    with torch.no_grad():
+        got = load_run(tmp_path / "run", overrides=["runtime.device=cpu"]).model(tokens)
+        torch.testing.assert_close(got, theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_sharded_weights_are_read(tmp_path, llama):
     folder, theirs = llama
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB")
@@ -214,6 +228,7 @@ REFUSED = {
     "its own code": ({"auto_map": {"AutoModel": "evil.Model"}}, "never executed"),
     "a window": ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is not supported"),
     "a rope it lacks": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+    "a rope that was added": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
     "less than a pair": ({"partial_rotary_factor": 0.1}, "model.rotary_dim"),
     "more than a head": ({"partial_rotary_factor": 1.5}, "model.rotary_dim"),
     "an activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
