@@ -64,15 +64,18 @@ def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shar
 def test_a_row_whose_recall_was_not_measured_has_failed(tmp_path, monkeypatch):
     results = tmp_path / "results.jsonl"
     arguments = ["run", str(tmp_path), "--recall", "--rows", "dense", "--results", str(results), "--allow-dirty"]
-    dense = convert.dense_folder(tmp_path, convert.parse(arguments))
+    options = convert.parse(arguments)
+    options.corpus = "c6d32d9a62f6"
+    dense = convert.dense_folder(tmp_path, options)
     dense.mkdir(parents=True)
     (dense / "model.safetensors").touch()
-    monkeypatch.setattr(learning, "corpus_of", lambda *_: "c6d32d9a62f6")
-    monkeypatch.setattr(learning, "run_logged", lambda arguments, log: 3)
+    monkeypatch.setattr(learning, "corpus_of", lambda *_: options.corpus)
+    called = []
+    for module in (convert, learning):
+        monkeypatch.setattr(module, "run_logged", lambda arguments, log: called.append(arguments[0]) or 3)
     with pytest.raises(SystemExit, match="1 rows failed"):
         convert.main(arguments)
-    assert [r["exit_code"] for r in read_results(results)] == [3]
-    options = convert.parse(arguments)
+    assert (called, [r["exit_code"] for r in read_results(results)]) == (["eval"], [3])
     ends = iter([(0, {}), (-9, {})])
     monkeypatch.setattr(learning, "evaluate", lambda *_: next(ends))
     assert convert.recall_of({"start": dense, "end": dense}, options)["exit_code"] == -9, "killed by a signal"

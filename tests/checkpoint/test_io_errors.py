@@ -5,11 +5,7 @@ Retries follow at once here, except where a clock is injected.
 
 import errno
 import json
-import os
 import re
-import resource
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +17,7 @@ from nsa.checkpoint.save import Saver
 from nsa.errors import CheckpointError
 from nsa.train import checkpointing, train
 from nsa.train.checkpointing import Checkpointing
+from tests import warm
 from tests.checkpoint.helpers import (
     SHARD,
     SMALL,
@@ -32,9 +29,9 @@ from tests.checkpoint.helpers import (
     saved_steps,
     small,
 )
+from tests.distributed.launching import environment, wait_all
 from tests.faults.kills import SAVE_POINTS
 
-ROOT = Path(__file__).resolve().parents[2]
 NOT_WRITING = {"save.begin", "save.staged"}  # on the training thread, before anything is written
 WRITES = [point for point in SAVE_POINTS if point not in NOT_WRITING]
 ERRORS = {"enospc": "No space left on device", "eio": "Input/output error"}
@@ -253,20 +250,19 @@ def test_a_process_that_may_not_write_large_files_ends_with_the_cause_and_no_tra
     """A real limit: the shard has 300 kB and cannot be written, training.csv and the rest can."""
     config = tmp_path / "small.yaml"
     config.write_text(json.dumps(SMALL))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.impatient", "train", str(config), f"train.out_dir={tmp_path / 'run'}"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
-        capture_output=True,
-        text=True,
-        timeout=120,
+    limited = tmp_path / "limited.py"
+    limited.write_text(
+        "import resource, runpy\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "runpy.run_module('tests.faults.impatient', run_name='__main__', alter_sys=True)"
     )
-    assert done.returncode == 4, done.stderr
-    (line,) = done.stderr.splitlines()
+    started = warm.start(str(limited), "train", str(config), f"train.out_dir={tmp_path / 'run'}", env=environment())
+    [ended] = wait_all([started], 120)
+    assert ended.code == 4, ended.output
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: saving failed 3 times in a row")
     assert "File too large" in line
-    assert "Traceback" not in done.stdout
+    assert "Traceback" not in ended.output
     assert [row["step"] for row in rows_of(tmp_path / "run")] == ["1", "2", "3", "4"]
     assert metrics_of(tmp_path / "run")["exit_code"] == 4
     assert committed(tmp_path / "run" / FOLDER) == []

@@ -1,6 +1,7 @@
 """A trial that exceeds its time limit leaves its stacks and no process; the outcome is the run's own."""
 
 import json
+import os
 import subprocess
 import time
 from dataclasses import replace
@@ -16,8 +17,16 @@ from nsa.cli.main import app
 from nsa.config import load_config, parse_config
 from nsa.errors import LaunchError
 from nsa.inspect.reading import read_run
+from tests import warm
 from tests.checks.helpers import write_config
 from tests.record.runs import HEADER, training_row
+
+
+@pytest.fixture
+def warm_starts(monkeypatch):
+    """Processes start at once. Their command line is not their own: `processes_that_name` does not find them."""
+    monkeypatch.setattr(warm, "_own", warm._starter(os.getpid()))
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
 
 
 def processes_that_name(folder) -> list[psutil.Process]:
@@ -101,7 +110,7 @@ def test_a_crash_that_wrote_stacks_is_a_crash(tmp_path):
     assert (outcome.exit_code, outcome.reason) == (1, "exit code 1: error: no room")
 
 
-def test_the_output_of_a_trial_is_not_that_of_its_second_start(tmp_path):
+def test_the_output_of_a_trial_is_not_that_of_its_second_start(tmp_path, warm_starts):
     """`nsa ready` kills a run and starts it again in the same folder."""
     trial = Trial(load_config(write_config(tmp_path)), tmp_path / "run", nproc=1, limit_s=60.0)
     killed = run_trial(replace(trial, faults="step.begin:kill:hit=1"))
@@ -138,7 +147,7 @@ def test_a_probe_that_does_not_answer_in_time_says_so(tmp_path):
     assert processes_that_name(tmp_path) == []
 
 
-def test_a_probe_that_fails_gives_its_last_line(tmp_path):
+def test_a_probe_that_fails_gives_its_last_line(tmp_path, warm_starts):
     config = load_config(write_config(tmp_path, runtime={"kernels": {"sel": "triton"}}))
     probed = run_probe("kernels", Trial(config, tmp_path / "probe", nproc=1, limit_s=60.0))
     assert "backend 'triton' cannot run operator 'sel' here" in probed.problem

@@ -1,4 +1,4 @@
-"""A mirror of FineWeb-Edu for all tests of a process, and a hub that serves it to one test."""
+"""A mirror of FineWeb-Edu and tokenizers for all tests of a process, and a hub that serves the mirror to one test."""
 
 import threading
 import time
@@ -8,6 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import _http
 
+from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
+from nsa.data.vocabulary import train_bpe
 from tests.data.hub_server import HubServer
 from tests.data.mirror import write_mirror
 
@@ -61,3 +63,10 @@ def served(mirror, hub_settings, monkeypatch):
     with HubServer(mirror[0]) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server, mirror[1]
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe(["the key of a document is asked again = 17 or 23 or 99\n" * 20], path, vocab_size=300, max_bytes=1 << 20)
+    return {"bytes": ByteTokenizer(), "bpe": load_tokenizer(str(path))}

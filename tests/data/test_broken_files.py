@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import random
 import re
 import subprocess
@@ -20,6 +19,7 @@ from nsa.data.sources.base import MAX_DOCUMENT_BYTES, Skipped
 from nsa.data.sources.readers import parquet_documents
 from nsa.data.sources.text import TextSource
 from nsa.errors import DataError
+from tests.data.test_sources import jsonl, zstd
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"Document {i} of many, größer und größer. " * (1 + i % 5) for i in range(60)]
@@ -49,14 +49,6 @@ def read_or_refuse(path, **options):
     assert str(path) in message
     assert "\n" not in message
     return []
-
-
-def jsonl(texts):
-    return "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
-
-
-def zstd(data):
-    return pa.compress(data, codec="zstd", asbytes=True)
 
 
 def parquet(table, **options):

@@ -3,7 +3,6 @@
 import os
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from nsa.data.sequences import random_order
 from nsa.data.sources.base import Unit
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import DataError, DataUnavailableError
+from tests.waiting import wait_until
 
 TOKENIZER = ByteTokenizer()
 SEQ_LEN = 24
@@ -53,13 +53,6 @@ def tokens_of(sequences, numbers):
     numbers = list(numbers)
     sequences.prefetch(numbers)
     return [(row.inputs.tobytes(), row.targets.tobytes(), row.starts.tolist()) for row in map(sequences.row, numbers)]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_an_epoch_of_a_lane_holds_its_documents_once_and_whole():

@@ -32,6 +32,7 @@ from nsa.data.token_shards import MANIFEST, open_shards, read_manifest, verify
 from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
 from nsa.data.vocabulary import train_bpe
 from nsa.errors import ConfigError, DataError
+from tests.waiting import wait_until
 
 TOKENIZER = ByteTokenizer()
 SHARD_BYTES = 2_000
@@ -55,13 +56,6 @@ def whole(piece):
 
 def contents(folder):
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
-
-
-def wait_until(condition, limit_s=60):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def run_cli(folder, source_folder, *more, faults="", check=True):

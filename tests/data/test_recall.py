@@ -10,20 +10,8 @@ from nsa.config import parse_config
 from nsa.data.build import build_data
 from nsa.data.recall import FILLER, RAMP, WORDS, Parts, Prompts, RecallSequences, num_drawn
 from nsa.data.sequences import random_bits
-from nsa.data.tokenizers import ByteTokenizer, load_tokenizer
-from nsa.data.vocabulary import train_bpe
+from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError, DataError
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    return make_tokenizers(tmp_path_factory)
-
-
-def make_tokenizers(tmp_path_factory):
-    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    train_bpe(["the key of a document is asked again = 17 or 23 or 99\n" * 20], path, vocab_size=300, max_bytes=1 << 20)
-    return {"bytes": ByteTokenizer(), "bpe": load_tokenizer(str(path))}
 
 
 def pairs_of(text):

@@ -6,19 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nsa.config import parse_config
-from nsa.data.build import build_data
 from nsa.data.recall import RAMP, WORDS, RecallSequences
 from nsa.data.sequences import random_bits
 from nsa.data.tasks import TASKS, TaskPrompts, Tracking
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError
-from tests.data.test_recall import make_tokenizers
-
-
-@pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory):
-    return make_tokenizers(tmp_path_factory)
+from tests.data.test_recall import data_of
 
 
 def documents(task, tokenizer, seq_len, count):
@@ -171,11 +164,6 @@ def test_a_sequence_of_a_task_is_a_pure_function_of_its_number(task, name, token
 def test_levels_that_do_not_fit_into_the_shortest_prompt_are_left_out():
     levels = {length: [TaskPrompts(ByteTokenizer(), task, 500, length).levels for task in TASKS] for length in (30, 60)}
     assert levels == {30: [[1], [2]], 60: [[1, 2, 3, 4], [2, 4]]}
-
-
-def data_of(*overrides):
-    config = parse_config({"data": {"source": "recall"}, "train": {"seq_len": 128}}, "test", overrides)
-    return build_data(config.data, config.train, ByteTokenizer())
 
 
 def test_a_configuration_names_the_task():

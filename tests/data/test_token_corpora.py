@@ -9,9 +9,7 @@ import struct
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from typer.testing import CliRunner
 
-from nsa.cli.data import app
 from nsa.config.schema import DataConfig, TrainConfig
 from nsa.data import token_corpora
 from nsa.data.build import build_data
@@ -23,6 +21,7 @@ from nsa.data.vocabulary import train_bpe
 from nsa.errors import ConfigError, DataError
 from tests.data.corpora import write_datatrove, write_megatron, write_texts
 from tests.data.test_broken_files import damaged
+from tests.data.test_prepare import nsa_data
 
 TEXTS = [f"file {n}\nwörd " + "word " * (n % 37) for n in range(200)]
 TOKENIZER = ByteTokenizer()
@@ -265,13 +264,6 @@ def test_a_damaged_file_gives_documents_or_is_refused_by_name(tmp_path, name):
         assert all(document[0] == END for document in documents)
 
     check()
-
-
-def nsa_data(*arguments):
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None:
-        raise done.exception
-    return done.stdout
 
 
 @pytest.mark.parametrize("kind", ["megatron", "datatrove"])

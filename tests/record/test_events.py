@@ -12,6 +12,7 @@ from nsa.record import events
 from nsa.record.events import EventStream, Sink
 from nsa.record.sinks import Tracker
 from nsa.run_folder import GateStats, TrainingRow, make_event
+from tests.waiting import wait_until
 
 
 class Kept(Sink):
@@ -51,13 +52,6 @@ def hanging():
     sink = Hanging()
     yield sink
     sink.released.set()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_sink_that_hangs_holds_up_no_other_and_no_checkpoint(hanging, monkeypatch):

@@ -20,6 +20,7 @@ from nsa.record.failures import Failures
 from nsa.supervise.ranks import RankState, format_ranks, identify, read_ranks
 from nsa.supervise.watchdog import Watchdog
 from tests.distributed.launching import ROOT, Ended, environment, events_of, wait_all
+from tests.waiting import wait_until
 
 STUCK = Path(__file__).with_name("stuck.py")
 IN_TIME_S = 30  # the limit is half a second, the rest is for a busy machine
@@ -55,13 +56,6 @@ def shown_where(how: str, text: str) -> bool:
     function = next(line for line in reversed(lines[:number]) if line.lstrip().startswith("def "))
     name = function.split("def ")[1].split("(")[0]
     return f'File "{STUCK}", line {number} in {name}\n' in text
-
-
-def wait_until(condition, within_s: float = IN_TIME_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # The rules.

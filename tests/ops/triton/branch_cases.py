@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 from unittest import mock
 
 import torch
@@ -110,17 +109,3 @@ def assert_agrees(branch: str, case: Case, tensors: tuple[Tensor, ...] | None = 
         floor = 0.1 * want.numel() ** 0.5 if name in ("dq", "dk") else 0.0
         error = float((have.double() - want).norm()) / max(float(want.norm()), floor, 1e-30)
         assert error <= LIMIT[case.dtype], f"{name}: {error:.1e} ({case})"
-
-
-def poison(monkeypatch: Any) -> None:
-    """Fills every new float tensor with NaN, so that an element nobody writes is seen."""
-
-    def poisoned(make: Any) -> Any:
-        def filled(*args: Any, **kwargs: Any) -> Tensor:
-            x: Tensor = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() and x.device.type != "meta" else x
-
-        return filled
-
-    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
-    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))

@@ -12,6 +12,7 @@ from nsa.ops.spec import NSASpec
 from nsa.ops.triton import compress
 from nsa.ops.triton.launch_table import Launch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The interpreter has no bf16: those cases are part of `make test-gpu`.
@@ -20,14 +21,6 @@ TYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [BF16])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 SMALL = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=1, window=16)
 RAGGED = [0, 3, 3, 30, 50, 57, 91]
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN: whatever is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
 
 
 def borders(cu):

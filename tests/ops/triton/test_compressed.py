@@ -6,15 +6,10 @@ import torch
 from nsa.ops.spec import NSASpec
 from nsa.ops.triton.flash import LONGEST_SUM, KeyRange, num_splits
 from nsa.ops.triton.launch_table import INTERPRETER, Launch
-from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, poison, run_kernels
+from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, run_kernels
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 BRANCH = "cmp"
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch):
-    torch.set_num_threads(1)
-    poison(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,11 @@ from nsa.ops.triton.decode_choice import pick_blocks
 from nsa.ops.triton.launch_table import Card, Launch
 from tests.ops.cases import SMALL, Inputs, make_inputs
 from tests.ops.decode_cases import make_cache
-from tests.ops.triton.branch_cases import DEVICE, LIMIT, poison
+from tests.ops.triton.branch_cases import DEVICE, LIMIT
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 WIDE = NSASpec(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=4, num_init=1, num_local=2, window=20)
 LARGE = Card("sm90", 132)
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    poison(monkeypatch)
 
 
 def launches(programs=100, columns=16):

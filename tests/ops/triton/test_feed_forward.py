@@ -13,6 +13,7 @@ from nsa.ops.dispatch import backend_name
 from nsa.ops.reference import feed_forward as reference
 from nsa.ops.triton import feed_forward
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The interpreter has no bf16: those cases are part of `make test-gpu`.
@@ -20,14 +21,6 @@ BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 TYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [BF16])
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 EPS = 1e-5
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN: whatever is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
 
 
 def draw(*shape, dtype=torch.float32, seed=0):

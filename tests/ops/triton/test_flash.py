@@ -18,10 +18,11 @@ from tests.ops.triton.branch_cases import (
     Case,
     assert_agrees,
     inputs,
-    poison,
     run_kernels,
     run_reference,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def long(*values):
@@ -31,12 +32,6 @@ def long(*values):
 @pytest.fixture(params=["cmp", "win"])
 def branch(request):
     return request.param
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch):
-    torch.set_num_threads(1)
-    poison(monkeypatch)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, long(17), long(63), 65, 150])

@@ -10,20 +10,13 @@ from nsa.ops.reference import mix as reference
 from nsa.ops.triton import mix
 from nsa.ops.triton.launch_table import Launch
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 INTERPRET = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRET else "cuda"
 # The interpreter has no bf16: those cases are part of `make test-gpu`.
 BF16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 TYPES = [torch.float32, torch.float16] + ([] if INTERPRET else [BF16])
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN: whatever is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
 
 
 def tensors(shape, dtype, gate_dtype):

@@ -15,27 +15,10 @@ from nsa.ops.triton import msa_loss, msa_selection, selection
 from nsa.ops.triton.launch_table import Launch
 from tests.ops.test_msa import NAMES, make_inputs
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-5, torch.float16: 5e-3}
 SPEC = MSASpec(block=16, num_selected=3)
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Fresh memory holds NaN, or -7 where integers live: whatever is not written shows."""
-
-    def poison(make):
-        def filled(*args, **kwargs):
-            out = make(*args, **kwargs)
-            if out.device.type == "meta" or out.dtype == torch.bool:
-                return out
-            return out.fill_(float("nan") if out.is_floating_point() else -7)
-
-        return filled
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 
 def chosen(tensors, spec, borders=None, offset=0, params=None):

@@ -16,16 +16,11 @@ from nsa.ops.triton.decode import Launches
 from nsa.ops.triton.launch_table import Card, Launch
 from tests.ops.decode_cases import make_msa_cache
 from tests.ops.test_msa import make_inputs
-from tests.ops.triton.branch_cases import DEVICE, LIMIT, poison
+from tests.ops.triton.branch_cases import DEVICE, LIMIT
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 SPEC = MSASpec(block=16, num_selected=3)
 LARGE = Card("sm90", 132)
-torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    poison(monkeypatch)
 
 
 def launches(programs=100, keys=16, columns=16):

@@ -18,27 +18,11 @@ from nsa.ops.triton import selected, selected_backward, selected_lists, selected
 from nsa.ops.triton.launch_table import Launch
 from nsa.ops.triton.selected_tiles import TilePlan
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPEC = NSASpec(cmp_block=8, cmp_stride=8, sel_block=16, num_selected=4, window=32)
 SMALL = NSASpec(cmp_block=8, cmp_stride=8, sel_block=8, num_selected=3, num_local=1, window=16)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 5e-3}
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds NaN, or a wrong number where it holds integers."""
-    torch.set_num_threads(1)
-
-    def spoil(make: Any) -> Any:
-        def made(*args: Any, **options: Any) -> Tensor:
-            x: Tensor = make(*args, **options)
-            return x.fill_(float("nan") if x.is_floating_point() else 1)
-
-        return made
-
-    monkeypatch.setattr(torch, "empty", spoil(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", spoil(torch.empty_like))
-    monkeypatch.setattr(Tensor, "new_empty", spoil(Tensor.new_empty))
 
 
 def rows_of_blocks(batch: int, tokens: int, groups: int, spec: NSASpec, seed: int = 0) -> Tensor:

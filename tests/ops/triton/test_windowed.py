@@ -4,15 +4,10 @@ import pytest
 import torch
 
 from nsa.ops.spec import NSASpec
-from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, poison, run_kernels
+from tests.ops.triton.branch_cases import SPEC, Case, assert_agrees, inputs, run_kernels
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 BRANCH = "win"
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch):
-    torch.set_num_threads(1)
-    poison(monkeypatch)
 
 
 @pytest.mark.parametrize(
