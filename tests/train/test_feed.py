@@ -168,6 +168,9 @@ class DeadSource:
     def cancel(self):
         pass
 
+    def answered(self):
+        return 0
+
     def units(self):
         raise DataUnavailableError("the hub does not answer: connection refused, 5 tries in 3 s")
 
