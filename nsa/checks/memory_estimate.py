@@ -280,7 +280,7 @@ class Planner:
         # The share of gradients that backward has created so far; the trace freezes no parameter.
         created = moment.gradients / (self.param_dtype.itemsize * self._parameters)
         gradients = created * trained / self._shards
-        strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes()}[self.strategy]
+        strategy = {"single": 0.0, "ddp": trained, "fsdp": self._fsdp_bytes}[self.strategy]
         if self.strategy == "fsdp" and accumulates:
             gradients += DTYPES[self.config.parallel.fsdp.reduce_dtype].itemsize * self._trainable
         elif accumulates:
@@ -309,6 +309,7 @@ class Planner:
     def _muon_bytes(self) -> float:
         return muon_bytes(self._muon_matrices, self._shards) if self._muon_matrices else 0.0
 
+    @cached_property
     def _fsdp_bytes(self) -> float:
         """Returns the bytes of FSDP's buffers. Gathered in the parameter dtype: the model outside the blocks, two
         units, one in use and one being prefetched (with `grad_op` all units), and the message of a third. Also the
