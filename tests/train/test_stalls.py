@@ -21,6 +21,7 @@ from tests.data.mirror import write_mirror
 from tests.distributed.launching import events_of, metrics_of, run_ranks, start_ranks, wait_all, write_config
 from tests.faults.kills import assert_equal_to_the_bit, assert_prefix_equal
 from tests.train.test_feed import TINY, config_of, losses_of, texts  # noqa: F401
+from tests.waiting import wait_until
 
 STALL = 3600  # seconds that no test waits for
 
@@ -153,6 +154,7 @@ def test_documents_that_a_stream_skips_are_counted(tmp_path):
 
 
 def test_a_run_that_began_at_the_hub_goes_on_offline(hub, tmp_path, monkeypatch):
+    before = set(threading.enumerate())
     config = streamed("checkpoint.every=2", "checkpoint.background=false", "train.steps=6")
     train(config, tmp_path / "whole")
     monkeypatch.setenv("NSA_FAULTS", "step.end:raise:hit=4")
@@ -161,6 +163,8 @@ def test_a_run_that_began_at_the_hub_goes_on_offline(hub, tmp_path, monkeypatch)
     monkeypatch.delenv("NSA_FAULTS")
     download(hub, tmp_path / "home")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The run that failed may have left a thread in the middle of a request.
+    wait_until(lambda: not any(thread.name.startswith("data-") for thread in set(threading.enumerate()) - before))
     asked = len(hub.log)
     train(config, tmp_path / "run")
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
