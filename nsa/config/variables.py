@@ -8,6 +8,8 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nsa.config.schema import KernelsConfig
+
 _IGNORED = {
     "NSA_USE_SEL_PACK": "selected attention is always packed",
     "NSA_PREFILL_BATCHED": "prefill is always batched",
@@ -16,8 +18,7 @@ _IGNORED = {
 _SWITCH: dict[str, Any] = {"0": False, "1": True}
 _SHARDING: dict[str, Any] = {"full": "full", "full_shard": "full", "grad_op": "grad_op", "shard_grad_op": "grad_op"}
 _BRANCH: dict[str, Any] = {"cmp": "cmp", "sel": "sel", "win": "win"}
-_OPERATORS = ("phi", "cmp", "select", "sel", "win", "mix", "index", "index_loss")
-_ALL_KERNELS = " ".join(f"runtime.kernels.{name}" for name in _OPERATORS)
+_ALL_KERNELS = " ".join(f"runtime.kernels.{name}" for name in KernelsConfig.model_fields)
 _KERNELS_OFF: dict[str, Any] = {"0": "reference", "1": None}
 # The keys that each variable sets, and its values (None: any integer). A value that maps to None sets nothing.
 _KEYS: dict[str, tuple[str, dict[str, Any] | None]] = {

@@ -58,11 +58,10 @@ def import_model(
         if key == "model.attention" or (key == "model.layer_pattern" and attention is None):
             raise ConfigError(f"override '{override}': layers keep their kind; --attention nsa or msa converts them")
     described = _read_json(source / HF_CONFIG)
-    is_own = described.get("model_type") == OWN_TYPE
+    is_own, is_stock = (described.get("model_type") == kind for kind in (OWN_TYPE, stock.TYPE))
     content = load_config(base).to_dict() if base is not None else {"data": {}}
     wanted: dict[str, Any] = {name: content[name] for name in ("nsa", "msa") if name in content}
     origin = str(source / HF_CONFIG)
-    is_stock = described.get("model_type") == stock.TYPE
     if is_own:
         content |= _own_sections(described, origin)
     elif is_stock:
@@ -99,16 +98,21 @@ def import_model(
     weights = read_weights(source, dense_or_same, is_own=is_own, is_stock=is_stock)
     if attention is not None:
         _convert(weights, config)
+    _write_run(run, config, weights, kept, template)
+    return config
+
+
+def _write_run(
+    run: Path, config: Config, weights: dict[str, Tensor], tokenizer: bytes | None, template: str | None
+) -> None:
     with reworded(CheckpointError, f"{run}: cannot be written"):
         run.mkdir(parents=True, exist_ok=True)
-        if kept:
-            write_atomically(run / TOKENIZER_FILE, kept)
+        if tokenizer:
+            write_atomically(run / TOKENIZER_FILE, tokenizer)
         if template is not None:
             write_atomically(run / CHAT_TEMPLATE_FILE, template.encode())
-        metadata = weights_metadata(0, config.to_dict())
-        write_weights(run / WEIGHTS_FILE, weights, **metadata)
+        write_weights(run / WEIGHTS_FILE, weights, **weights_metadata(0, config.to_dict()))
         write_config(run, config)
-    return config
 
 
 def check_new_folder(folder: Path) -> None:

@@ -311,9 +311,11 @@ def test_a_full_disk_is_named_and_the_trials_run_all_the_same(tmp_path):
 
 
 def test_an_environment_that_cannot_be_checked_is_named_with_the_reason(tmp_path):
-    found = diagnose(tmp_path, fails(lambda config: False), machine=ProbeResult([], "data.tokenizer: there is no file"))
+    found = diagnose(
+        tmp_path, fails(lambda config: False), machine=ProbeResult([], "data.tokenizer: the file does not exist")
+    )
     assert found.names == ["environment"]
-    assert found.output.endswith("). environment: not checked\n  data.tokenizer: there is no file")
+    assert found.output.endswith("). environment: not checked\n  data.tokenizer: the file does not exist")
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_a_mistake_in_the_configuration(tmp_path):
