@@ -37,7 +37,6 @@ def train_a_model(folder: Path) -> Path:
             "model.dim=64",
             "train.seq_len=128",
             "train.steps=40",
-            "train.lr=5e-3",
             "train.warmup_steps=5",
             "train.log_every=10",
             "telemetry.tensorboard=false",
