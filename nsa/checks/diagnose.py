@@ -24,7 +24,7 @@ from nsa.checks.pages import write_files
 from nsa.checks.probe import NOT_CHECKED, ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
 from nsa.checks.trials import (
-    SYNTHETIC_DATA,
+    SYNTHETIC,
     Trial,
     changed,
     format_command,
@@ -148,7 +148,7 @@ class Diagnosis:
             "parallel.allow_single_rank": True,
             "telemetry.tracker": "none",
         }
-        shared = {**short, **SYNTHETIC_DATA, "train.batch_size": groups * micro, "train.micro_batch": micro}
+        shared = {**short, **SYNTHETIC, "train.batch_size": groups * micro, "train.micro_batch": micro}
         # Some trials refuse cuda_graphs=true.
         shared |= {"runtime.compile": False, "runtime.float8": "none", "runtime.cuda_graphs": "auto"}
         single = {

@@ -20,7 +20,7 @@ from nsa.checks.criteria import WARMUP_SHARE, Criterion, judge_run, stability
 from nsa.checks.machine import GpuUtilization
 from nsa.checks.probe import NOT_CHECKED, ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
-from nsa.checks.trials import SYNTHETIC_DATA, OnProgress, Outcome, Trial, changed, remove_weights, run_trial
+from nsa.checks.trials import SYNTHETIC, OnProgress, Outcome, Trial, changed, remove_weights, run_trial
 from nsa.config import Config
 from nsa.errors import printable
 from nsa.formatting import seconds
@@ -158,7 +158,7 @@ class ReadinessCheck:
             phase.criteria.append(judge_findings(found))
             if phase.is_fatal:
                 return
-        one = short_run(changed(self.config, SYNTHETIC_DATA), 1)
+        one = short_run(changed(self.config, SYNTHETIC), 1)
         cases = {"one step": one}
         if self.scale is FULL and not is_deep(self.config):
             cases["deep step"] = deep(one, self.nproc)
@@ -170,7 +170,7 @@ class ReadinessCheck:
             phase.criteria.append(Criterion(name, target, measured, outcome.passed, outcome.reason))
 
     def _phase1(self, phase: Phase) -> None:
-        self._train(phase, short_run(changed(self.config, SYNTHETIC_DATA), self.scale.synthetic))
+        self._train(phase, short_run(changed(self.config, SYNTHETIC), self.scale.synthetic))
 
     def _phase2(self, phase: Phase) -> None:
         self._train(phase, short_run(self.config, self.scale.data))
@@ -279,10 +279,10 @@ def deep(config: Config, nproc: int) -> Config:
 def resumable(config: Config, scale: Scale) -> Config:
     """Sets deterministic training, so that the resumed run can be compared bit by bit, and saves that block training,
     so that a checkpoint exists before the kill, however fast the steps are."""
-    saves = {"checkpoint.every": scale.save_every, "checkpoint.background": False}
+    changes = {"checkpoint.every": scale.save_every, "checkpoint.background": False, "telemetry.tracker": "none"}
     graphs = config.runtime.cuda_graphs and "auto"  # true would refuse to run with an armed fault, the kill
     return changed(
-        short_run(config, scale.resume), {"runtime.deterministic": True, "runtime.cuda_graphs": graphs, **saves}
+        short_run(config, scale.resume), {"runtime.deterministic": True, "runtime.cuda_graphs": graphs, **changes}
     )
 
 

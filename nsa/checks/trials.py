@@ -44,8 +44,13 @@ TIMER_LINE = re.compile(rb"^Timeout \(\d", re.MULTILINE)  # first line of faulth
 # Prefixes of variables whose values are in the trial's file or that its launcher sets.
 OWN_VARIABLES = ("NSA_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "MASTER_")
 
-# Overrides for data that need no files or network.
-SYNTHETIC_DATA: Mapping[str, Any] = {"data.source": "synthetic", "data.paths": [], "data.mixture": []}
+# Overrides for runs that need no data files and no network.
+SYNTHETIC: Mapping[str, Any] = {
+    "data.source": "synthetic",
+    "data.paths": [],
+    "data.mixture": [],
+    "telemetry.tracker": "none",
+}
 
 OnProgress = Callable[[RunView | None, float], None]  # the state of the run, and seconds since its start
 

@@ -2,7 +2,9 @@
 
 import json
 import signal
+import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.checks.helpers import ready, write_config
+from tests.checks.helpers import ready, ready_here, write_config
 from tests.distributed.launching import environment
 from tests.inspect.test_report import browse
 
@@ -54,6 +56,15 @@ def test_a_healthy_run_passes_the_quick_check_and_is_compared_with_a_baseline(tm
     assert complaints == []
     for identity in ("verdict", "criteria", "against-the-baseline", "phases", "artifacts", "environment", "kernels"):
         assert f'id="{identity}"' in shown
+
+
+def test_only_the_run_with_the_configured_data_reaches_the_tracker(tmp_path, monkeypatch):
+    package, names = types.ModuleType("wandb"), []
+    package.init = lambda **options: names.append(options["name"])
+    package.log = package.finish = lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    result = ready_here(tmp_path, write_config(tmp_path), "telemetry.tracker=wandb")
+    assert (result["outcome"], names) == ("GO", ["phase2"])
 
 
 @pytest.mark.long
