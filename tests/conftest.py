@@ -23,6 +23,7 @@ from nsa.record import failures
 FIRST = ("distributed", "checks", "faults", "scripts", "packaging", "docs", "hf", "train", "record")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a process that a script starts with `&`
 
 torch.set_num_threads(1)
 # Examples are drawn the same way in every run, so that a red test is red again.
