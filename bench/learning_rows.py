@@ -8,19 +8,19 @@ RATE, RECALL_RATE = 6e-4, 1e-3
 # `dense` and `nsa` are the comparison; each of the others changes one thing, or adds norms to a pattern.
 ROWS: dict[str, str] = {
     "dense": "model.attention=dense",
-    "dense-wide": "model.attention=dense model.mlp_dim=2256",  # 0.1 % more parameters than nsa
     "nsa": "",
     "msa": "model.attention=msa",
     "pattern-1-3": "model.layer_pattern=[dense,nsa,nsa,nsa]",
     "pattern-1-1": "model.layer_pattern=[nsa,dense]",
     "pattern-3-1": "model.layer_pattern=[nsa,nsa,nsa,dense]",
     "window": "model.layer_pattern=[window]",
-    "window-dense": "model.layer_pattern=[window,window,window,dense]",
     "nsa-mean-mlp": "nsa.phi=mean_mlp",
     "nsa-after-rotation": "nsa.compress=after_rotation",
     "dense-muon": "model.attention=dense train.optimizer=muon",
     "nsa-muon": "train.optimizer=muon",
     "msa-muon": "model.attention=msa train.optimizer=muon",
+    "dense-wide-muon": "model.attention=dense model.mlp_dim=2256 train.optimizer=muon",  # parameters of nsa + 0.1 %
+    "window-dense-muon": "model.layer_pattern=[window,window,window,dense] train.optimizer=muon",
     "msa-norm": "model.attention=msa model.qk_norm=true",
     "dense-norm": "model.attention=dense model.qk_norm=true",
     "nsa-norm": "model.qk_norm=true",

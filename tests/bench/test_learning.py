@@ -192,7 +192,7 @@ def test_a_row_that_failed_has_no_loss_and_is_not_shown(tmp_path, commands, caps
     assert "dense " not in shown.replace("against dense", "")
 
 
-@pytest.mark.parametrize(("row", "selects"), [("window", False), ("window-dense", True), ("nsa", True)])
+@pytest.mark.parametrize(("row", "selects"), [("window", False), ("window-dense-muon", True), ("nsa", True)])
 def test_the_selection_is_measured_in_models_that_have_one(row, selects, tmp_path, commands):
     results = ["--results", str(tmp_path / "results.jsonl"), "--allow-dirty"]
     main(["run", str(tmp_path), "--rows", row, "--evaluate", *results])
@@ -213,8 +213,8 @@ def test_wide_dense_attention_has_the_parameters_of_nsa_and_a_width_for_fast_pro
         with torch.device("meta"):
             return build_model(load_config(CONFIG, ROWS[row].split()), VOCABULARY, 0).num_parameters()
 
-    assert parameters("nsa") <= parameters("dense-wide") <= 1.0011 * parameters("nsa")
-    assert load_config(CONFIG, ROWS["dense-wide"].split()).model.mlp_dim % 16 == 0
+    assert parameters("nsa") <= parameters("dense-wide-muon") <= 1.0011 * parameters("nsa")
+    assert load_config(CONFIG, ROWS["dense-wide-muon"].split()).model.mlp_dim % 16 == 0
     assert parameters("dense") < 0.95 * parameters("nsa")
 
 
