@@ -17,8 +17,8 @@ RESULTS = Path("bench/results/learning-h200.jsonl")
 RATES_RESULTS = Path("bench/results/learning-rates-h200.jsonl")
 # The figures of the guide: their results, and what they show.
 FIGURES = {
-    Path("docs/img/learning.svg"): (RESULTS, "tokens"),
     Path("docs/img/learning-rates.svg"): (RATES_RESULTS, "rate"),
+    Path("docs/img/learning-seeds.svg"): (Path("bench/results/learning-seeds-h200.jsonl"), "tokens,layer"),
     Path("docs/img/learning-32k.svg"): (Path("bench/results/learning-32k-h200.jsonl"), "position,seconds"),
 }
 PAGE = Path("docs/learning.md")
@@ -72,8 +72,10 @@ def by_position(r: dict[str, Any]) -> Points:
 
 
 def by_layer(r: dict[str, Any]) -> Points:
+    """Of the layers that select: a dense layer holds all of the mass."""
     masses = {measured["length"]: measured["layers"] for measured in r.get("eval", {}).get("selection", [])}
-    return [(int(layer["layer"].split(".")[1]), layer["mass"]) for layer in masses.get(r["seq_len"], [])]
+    layers = [layer for layer in masses.get(r["seq_len"], []) if layer["queries"]]
+    return [(int(layer["layer"].split(".")[1]), layer["mass"]) for layer in layers]
 
 
 # What a run can be shown by: the axes and its points. Runs that shared a GPU have no seconds.
@@ -91,7 +93,7 @@ BY: dict[str, tuple[str, str, Callable[[dict[str, Any]], Points]]] = {
         lambda r: along_curve(r, r["step_seconds"]) if r["runs_at_once"] == 1 and r.get("step_seconds") else [],
     ),
     "position": ("tokens of context", "loss", by_position),
-    "layer": ("layer", "attention mass of the selected blocks", by_layer),
+    "layer": ("layer", "selected attention mass", by_layer),
 }
 
 
@@ -193,11 +195,15 @@ def plot(results: Path, by: str, figure: Path) -> bool:
             others = cycle(figures.COLOURS[2:])
             colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0], "msa": figures.COLOURS[1]}
             colours = defaultdict(partial(next, others), colours)
-            markers = defaultdict(lambda: cycle("osD^vPX*"))  # the lines of a kind differ in these
+            markers = defaultdict(lambda: cycle("osD^vPX*"))  # the lines of a kind differ in these, but not its seeds
+            seeds: dict[Line, dict[str, str]] = {}
+            has_one_rate = len({line.lr for line in lines}) == 1
             for line, points in lines.items():
-                kind, is_muon = line.kind()
-                style = {"color": colours[kind], "ls": "--" if is_muon else "-", "marker": next(markers[kind, is_muon])}
-                axes.plot(list(points), list(points.values()), ms=5, **style, label=fill(str(line), 40))
+                (kind, is_muon), name = line.kind(), line._replace(seed=None, lr=None if has_one_rate else line.lr)
+                label = "" if name in seeds else fill(str(name), 40)
+                style = {"color": colours[kind], "ls": "--" if is_muon else "-"}
+                style = seeds.setdefault(name, style | {"marker": next(markers[kind, is_muon])})
+                axes.plot(list(points), list(points.values()), ms=5, **style, label=label)
             if way in ("rate", "position"):
                 axes.set_xscale("log", base=10 if way == "rate" else 2)
                 ticks = sorted({x for points in lines.values() for x in points})[:: 1 if way == "rate" else 3]
@@ -206,7 +212,10 @@ def plot(results: Path, by: str, figure: Path) -> bool:
             title = f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens"
             axes.set(title="\n".join([title, *wrap(shared, 40)]))
             axes.set(xlabel=BY[way][0], ylabel=BY[way][1])
-            axes.legend(**({"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 4 else {}))
+            if len(seeds) > 4:
+                axes.legend(loc="upper left", bbox_to_anchor=(1, 1) if columns == 1 else (0, -0.18))
+            else:
+                axes.legend()
         for axes in drawn.axes[len(panels) :]:
             axes.remove()
     print(f"{figure}: {figure.stat().st_size:,} bytes")

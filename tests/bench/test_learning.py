@@ -200,9 +200,10 @@ def test_the_selection_is_measured_in_models_that_have_one(row, selects, tmp_pat
     assert ("--selection" in commands[1]) == selects
 
 
-def test_layers_have_the_numbers_of_the_model():
-    layers = [{"layer": f"blocks.{n}.attention", "mass": n / 10} for n in (3, 7)]
-    result = {"seq_len": 256, "eval": {"selection": [{"length": 256, "layers": layers}]}}
+def test_layers_that_select_have_the_numbers_of_the_model():
+    layers = [{"layer": f"blocks.{n}.attention", "mass": n / 10, "queries": 8} for n in (3, 7)]
+    dense = {"layer": "blocks.8.attention", "mass": 1.0, "queries": 0}
+    result = {"seq_len": 256, "eval": {"selection": [{"length": 256, "layers": [*layers, dense]}]}}
     assert by_layer(result) == [(3, 0.3), (7, 0.7)]
 
 
@@ -293,7 +294,7 @@ def test_rows_are_compared_with_dense_rows_of_the_same_seeds_and_overrides(studi
     assert "+25.00%" in shown, "with the same optimizer"
 
 
-def test_the_lines_of_a_figure_can_be_told_apart(studied, monkeypatch, tmp_path):
+def test_the_rows_of_a_figure_can_be_told_apart_and_their_seeds_look_alike(studied, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     drawn = []
 
@@ -308,8 +309,13 @@ def test_the_lines_of_a_figure_can_be_told_apart(studied, monkeypatch, tmp_path)
     results = studied(*((row, seed, 0.5, "", 4.0 + seed) for row in rows for seed in range(3)))
     main(["plot", "--results", str(results), "--by", "rate", "--figure", str(tmp_path / "a.svg")])
     lines = drawn[0].axes[0].get_lines()
-    assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == len(lines) == 12
+    assert len(lines) == 12
+    styles = [(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines]
+    assert [len(set(styles[3 * n : 3 * n + 3])) for n in range(4)] == [1] * 4
+    assert len(set(styles)) == 4
     assert len({line.get_color() for line in lines}) == 3, "a color for each kind"
+    named = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert sorted(named) == sorted(rows)
 
 
 def test_the_guide_has_the_tables_and_figures_of_its_results(tmp_path):
