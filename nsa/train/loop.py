@@ -118,7 +118,7 @@ def train(
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # a finished run is not touched
                 stack.enter_context(log)
-            print(world.banner(), flush=True)
+            print(f"{world.banner()}\n", end="", flush=True)  # in one write: ranks share the terminal
             if not done:
                 _run(config, claim, world, log, stop, options)
             elif world.is_first:
