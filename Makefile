@@ -40,7 +40,7 @@ test-kernels:
 test-gpu: setup-dev
 	$(BIN)/python -m pytest -n 8 -m gpu tests/ops/triton tests/record tests/nn tests/generate tests/train
 
-# The full matrices behind docs/reliability.md: before a release.
+# The full matrices of docs/reliability.md: before a release.
 test-long: setup-dev
 	$(PYTEST) -n 2 -m long --ignore=tests/ops/triton
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PYTEST) -n 2 -m long tests/ops/triton

@@ -12,6 +12,7 @@ import typer
 from nsa.cli.arguments import JoinedOverrides, TrainedModel, all_overrides, overrides_such_as
 from nsa.cli.output import say
 from nsa.errors import ConfigError, reworded
+from nsa.formatting import counted
 
 if TYPE_CHECKING:
     from nsa.generate.stream import Generated
@@ -114,8 +115,9 @@ def _write(run: "TrainedRun", prompts: list[str], ids: list[list[int]] | None, o
     read = time.perf_counter()
     count, texts = _print_stream(tokens, [f"{text}\n" for text in prompts] if ids else prompts)
     written = time.perf_counter() - read
-    said = f"{count} tokens in {written:.2f} s ({count / written:.0f} tokens/s)"
-    print(f"{said}, after {sum(lengths)} tokens of prompts in {read - started:.2f} s", file=sys.stderr)
+    said = f"{counted(count, 'token')} in {written:.2f} s ({count / written:.0f} tokens/s)"
+    read_first = counted(sum(lengths), "token")
+    print(f"{said}, after {read_first} of prompts in {read - started:.2f} s", file=sys.stderr)
     return texts
 
 

@@ -116,4 +116,4 @@ class Waiter:
 
     def _message(self, what: str, waited: float) -> str:
         known = self.activity.waiting_for()
-        return f"data: waiting for {what} since {waited:.1f} s" + (f"; {known}" if known else "")
+        return f"data: waited {waited:.1f} s for {what}" + (f"; {known}" if known else "")

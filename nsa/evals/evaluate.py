@@ -121,7 +121,7 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     for first in sorted(set().union(*by_place)):
         cells = [f"{buckets[first]['loss']:.4f}" if first in buckets else "" for buckets in by_place]
         last = max(buckets[first]["last"] for buckets in by_place if first in buckets)
-        table.add_row(f"{first:,} to {last:,}", *cells)
+        table.add_row(f"{first:,}" if first == last else f"{first:,} to {last:,}", *cells)
     table.add_row("all", *(f"{row['loss']:.4f}" for row in found["loss"]))
     console.print(table)
     for keys in KEYS if found["recall"] else ():

@@ -81,7 +81,7 @@ def _behind(view: RunView) -> Iterator[str]:
     if late := sum(latest - at > view.status.limit_s for at in seen_at.values()):
         more = f" (and {late - 1} more ranks)" if late > 1 else ""
         step, silent_s = view.ranks[worst].newest["step"], latest - seen_at[worst]
-        yield f"rank {worst} is silent at step {step} since {seconds(silent_s)}{more}"
+        yield f"rank {worst} has been silent for {seconds(silent_s)}, at step {step}{more}"
 
 
 def _gates(view: RunView) -> Iterator[str]:

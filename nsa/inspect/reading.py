@@ -55,7 +55,7 @@ class Status:
     def text(self) -> str:
         about = {
             RUNNING: f"running, last event {seconds(self.age_s)} ago",
-            SILENT: f"SILENT since {seconds(self.age_s)}",
+            SILENT: f"SILENT for {seconds(self.age_s)}",
             FAILED: f"FAILED, exit code {self.exit_code}",
         }
         return about.get(self.kind, self.kind)

@@ -47,7 +47,7 @@ class RunConsole:
 
     def log(self, line: str) -> None:
         if not self._silent:
-            print(printable(line))
+            print(printable(f"{line}\n"), end="")  # in one write: ranks share the terminal
 
     def advance(self, step: int, loss: float) -> None:
         self._progress.update(self._task, completed=step, loss=loss)

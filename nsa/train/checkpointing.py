@@ -246,7 +246,7 @@ def _changed_rate(saved: dict[str, Any], step: int, now: TrainConfig) -> list[st
         known = {key: value for key, value in saved["config"]["train"].items() if key in TrainConfig.model_fields}
         then = TrainConfig.model_validate(known)
         old, new = learning_rate(step, then), learning_rate(step, now)
-        if (then.steps, old) != (now.steps, new):
+        if old != new:
             return [f"learning rate of step {step + 1}: {old:.2e} then, {new:.2e} now"]
     return []
 

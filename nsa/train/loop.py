@@ -118,7 +118,7 @@ def train(
             log, stop = RunLog(folder, world.rank), StopRequest(until_exit=until_exit)
             if not done:  # a finished run is not touched
                 stack.enter_context(log)
-            print(world.banner(), flush=True)
+            print(f"{world.banner()}\n", end="", flush=True)  # in one write: ranks share the terminal
             if not done:
                 _run(config, claim, world, log, stop, options)
             elif world.is_first:
@@ -310,11 +310,9 @@ class Session:
             yield f"note    this CPU has no bf16 instructions: bf16 is computed in {state.precision}"
         if config.runtime.float8 != "none":
             yield f"float8  {config.runtime.float8}: {describe_float8(state.model)}"
-        costs = f"{flops.sparse:.3g} FLOPs per token, " if set(kinds) != {"dense"} else ""
-        yield (
-            f"cost    {costs}{flops.dense_equivalent:.3g} FLOPs per token with dense attention "
-            f"at {config.train.seq_len} tokens (estimates, forward and backward)"
-        )
+        dense = f", {flops.dense_equivalent:.2e} with dense attention" if set(kinds) != {"dense"} else ""
+        at = f"forward and backward at {config.train.seq_len:,} tokens"
+        yield f"cost    {flops.sparse:.2e} FLOPs per token{dense} (estimated, {at})"
         sequences = counted(config.train.batch_size, "sequence")
         yield f"batch   {sequences} a step: {describe_batch(config, state.world.data_size)}"
         if state.world.context is not None:

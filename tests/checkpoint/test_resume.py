@@ -19,7 +19,7 @@ from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from nsa.data.loader import Loader
 from nsa.errors import CheckpointError, ConfigError, LaunchError
 from nsa.train import checkpointing, train
-from nsa.train.checkpointing import Checkpointing, _check_changes
+from nsa.train.checkpointing import Checkpointing, _changed_rate, _check_changes
 from tests.checkpoint.helpers import (
     KINDS,
     SHARD,
@@ -248,6 +248,12 @@ def test_accepted_changes_are_reported_and_used_from_the_checkpoint_on(crashed_r
 def test_a_change_that_moves_the_schedule_says_the_old_and_the_new_rate(override, line, crashed_run):
     changes = _check_changes(checkpoint_of(crashed_run, 4), small(override), accept_changes=True)
     assert changes[1:] == ([line] if line else [])
+
+
+def test_a_rate_that_stays_the_same_is_not_called_changed():
+    saved = {"config": small("train.schedule=constant").to_dict()}
+    assert _changed_rate(saved, 4, small("train.schedule=constant", "train.steps=9").train) == []
+    assert _changed_rate(saved, 4, small("train.schedule=constant", "train.lr=5e-3").train)
 
 
 def test_a_run_that_was_shortened_below_its_last_step_is_done(tmp_path, capsys):

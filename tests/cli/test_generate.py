@@ -41,6 +41,7 @@ def test_the_rate_goes_to_standard_error_with_a_note_about_long_prompts(generate
     assert "tokens/s" in done.stderr
     assert "tokens/s" not in done.stdout
     assert "longer than" not in done.stderr
+    assert generate("--max-tokens", "1").stderr.startswith("1 token in ")
     long = generate("--prompt", "a" * 40, "--max-tokens", "5")
     assert "a prompt of 41 tokens is longer than the 32 that the model was trained on" in long.stderr
     assert long.stdout.startswith("a" * 40)

@@ -66,14 +66,14 @@ def test_the_first_batch_and_later_ones_have_timeouts_of_their_own():
     clock, gate, reports = Clock(), Gate(), []
     waiter = Waiter(Activity(), 10.0, lambda _, message: reports.append(message), clock=clock, pause=clock.pause)
     made = prefetcher(gate, [range(n, n + 1) for n in range(9)], ahead=1, waiter=waiter, first_batch_s=25, timeout_s=50)
-    with pytest.raises(DataUnavailableError, match=r"waiting for the first batch since 25\.\d s.*data\.first_batch_s"):
+    with pytest.raises(DataUnavailableError, match=r"waited 25\.\d s for the first batch.*data\.first_batch_s"):
         made.next()
-    assert reports == [f"data: waiting for the first batch since {seconds}.0 s" for seconds in (10, 20)]
+    assert reports == [f"data: waited {seconds}.0 s for the first batch" for seconds in (10, 20)]
     gate.permits.release(2)
     made._pending[0].result(30)  # now the second batch is ready
     made.next()
     start = clock.now
-    with pytest.raises(DataUnavailableError, match=r"waiting for the next batch since 50\.\d s.*data\.timeout_s"):
+    with pytest.raises(DataUnavailableError, match=r"waited 50\.\d s for the next batch.*data\.timeout_s"):
         made.next()
     assert clock.now - start == pytest.approx(50)
     gate.permits.release(9)

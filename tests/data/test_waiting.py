@@ -37,7 +37,7 @@ def test_a_long_wait_is_reported_until_its_result_is_there():
     wait = Wait()
     wait.activity.add("text", Progress("parts tokenised", 3, 9))
     assert wait.waiter.wait(wait.future(done_at=35), "the source to open") == 7
-    message = "data: waiting for the source to open since {} s; text: 3 of 9 parts tokenised"
+    message = "data: waited {} s for the source to open; text: 3 of 9 parts tokenised"
     assert wait.reports == [(seconds, message.format(seconds)) for seconds in (10.0, 20.0, 30.0)]
     assert wait.clock.now == pytest.approx(35)
 
@@ -59,7 +59,7 @@ def test_an_error_is_raised_as_it_was(error):
 
 def test_nothing_for_too_long_ends_the_wait():
     wait = Wait()
-    expected = r"waiting for a batch since 30\.\d s; nothing arrived for 30 s: .* more time with data\.timeout_s"
+    expected = r"waited 30\.\d s for a batch; nothing arrived for 30 s: .* more time with data\.timeout_s"
     with pytest.raises(DataUnavailableError, match=expected):
         wait.waiter.wait(wait.future(), "a batch", timeout_s=30, setting="data.timeout_s")
     assert wait.clock.now == pytest.approx(30)

@@ -145,6 +145,8 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
     assert result.exit_code == 0
     assert "600 tokens are more than the 32 that the run trained on (train.seq_len)" in result.output
     assert "loss by position" in result.output
+    assert "2 to 3" in result.output
+    assert "1 to 1" not in result.output
     assert result.output.count("data    recall: endless generated documents") == 1
     assert "several in the prompt" in result.output
     assert "exact answers in %, tracking" in result.output

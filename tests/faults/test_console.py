@@ -1,6 +1,7 @@
 """The console is a sink like any other (row 13): what happens to it never reaches training."""
 
 import fcntl
+import io
 import os
 import sys
 import threading
@@ -88,3 +89,18 @@ def test_the_progress_bar_of_a_terminal_does_not_reach_run_log(tmp_path, monkeyp
     assert [line.split()[0] for line in logs[0][1:]] == [line.split()[0] for line in logs[1][1:]]
     for end in (ours, theirs):
         os.close(end)
+
+
+def test_a_line_is_one_write_so_that_two_ranks_never_share_one(tmp_path, monkeypatch):
+    written = []
+
+    class Writes(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stdout", Writes())
+    train(tiny(), tmp_path)
+    lines = [text for text in written if text.startswith(("rank 0 of 1", "model ", "step 0006"))]
+    assert len(lines) >= 3
+    assert all(text.endswith("\n") for text in lines), lines

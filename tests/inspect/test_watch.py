@@ -152,7 +152,7 @@ def test_a_run_is_running_then_silent(tmp_path):
     assert (fresh.status.kind, unhealthy(fresh)) == ("running", [])
     assert fresh.left_s == pytest.approx((80 - 40) * 0.55)
     assert stale.status.kind == "silent"
-    assert "SILENT since 1 h 6 min" in text_of(stale)
+    assert "SILENT for 1 h 6 min" in text_of(stale)
     assert "silent for 1 h 6 min, 1 min is normal" in unhealthy(stale)[0]
 
 

@@ -107,20 +107,21 @@ def test_statistics_of_several_ranks_are_merged(tmp_path):
 
 def test_equal_reports_of_all_ranks_are_one_line_and_a_silent_rank_is_named(tmp_path):
     now = live_run(tmp_path / "run", 1000)
+    what = {"seconds": 30, "message": "waited 30.0 s for the next batch"}
     for rank in (0, 1):
         with (tmp_path / "run" / f"heartbeat_rank{rank}.jsonl").open("a") as file:
-            file.write(event("data_stall", 100, rank, at=BEGAN + 60, seconds=30, message="no batch since 30 s"))
+            file.write(event("data_stall", 100, rank, at=BEGAN + 60, **what))
     with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
         file.write(event("step", 1000))
     view = read_run(tmp_path / "run", now)
     (stall,) = [h for h in view.timeline if h.kind == "data stall"]
     assert stall.ranks == (0, 1)
-    assert any(line.startswith("rank 1 is silent at step 100") for line in unhealthy(view))
+    assert any(line.startswith("rank 1 has been silent for ") and "step 100" in line for line in unhealthy(view))
 
 
 def test_ranks_that_wait_for_the_data_of_another_one_are_not_called_silent(tmp_path):
     now = live_run(tmp_path / "run") + 120
-    stall = event("data_stall", 40, 1, at=now, seconds=120, message="no batch since 120 s")
+    stall = event("data_stall", 40, 1, at=now, seconds=120, message="waited 120.0 s for the next batch")
     (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(event("step", 40, 1) + stall)
     view = read_run(tmp_path / "run", now)
     assert (view.status.kind, view.timeline[0].kind, unhealthy(view)) == ("running", "data stall", [])

@@ -26,7 +26,7 @@ def test_env_json_records_configuration_versions_and_hardware(tmp_path, monkeypa
     assert told["world_size"] == 1
     assert told["strategy"] == "single"
     assert isinstance(told["command"], list)
-    assert f"cost    {told['flops_per_token']:.3g} FLOPs per token, " in (tmp_path / "run.log").read_text()
+    assert f"cost    {told['flops_per_token']:.2e} FLOPs per token, " in (tmp_path / "run.log").read_text()
     assert f"model   {told['parameters']:,} parameters, " in (tmp_path / "run.log").read_text()
 
 

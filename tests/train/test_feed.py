@@ -218,7 +218,7 @@ def test_best_fit_trains_and_its_loss_counts_real_targets_only(texts, tmp_path):
 def test_a_stalled_source_is_reported_in_the_log_and_the_heartbeat(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NSA_FAULTS", "data.batch:sleep:hit=3:seconds=3")
     train(config_of(texts, "data.stall_s=0.2", "data.prefetch=1", "data.workers=1"), tmp_path / "run")
-    assert re.search(r"data: waiting for the next batch since \d+\.\d", capsys.readouterr().out)
+    assert re.search(r"data: waited \d+\.\d s for the next batch", capsys.readouterr().out)
     stalls = [e for e in events_of(tmp_path / "run") if e["event"] == "data_stall"]
     assert stalls
     assert stalls[0]["seconds"] >= 0.2
