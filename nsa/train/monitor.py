@@ -173,7 +173,8 @@ class Monitor:
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
                 f" | {row.val_bits_per_byte:.4f} bits per byte"
             )
-        self._log_profile(self.profiler.after(row.step))
+        with self.extended_timeout():  # a profile of 100,000 operators takes a minute to write
+            self._log_profile(self.profiler.after(row.step))
 
     def _log_profile(self, trace: Path | None) -> None:
         if trace is not None:
