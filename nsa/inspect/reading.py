@@ -244,7 +244,9 @@ class RunView:
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        is_restarted = booted_at > written_at  # the summary is of an earlier attempt, unless the run is done
+        # A start replaces the summary of the attempt before. Only until then the times count: clocks of hosts differ.
+        has_started = any(e["event"] == "start" and e["attempt"] == self.attempts for e in self._heartbeats[0].events)
+        is_restarted = not has_started and booted_at > written_at  # the summary is of an earlier attempt
         if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
         if ended in ("failed", "preempted") and not is_restarted:

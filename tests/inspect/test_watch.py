@@ -309,6 +309,15 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
     assert (again.status.kind, again.attempts) == ("running", 2)
 
 
+def test_a_run_has_ended_although_the_clock_of_its_host_is_ahead(tmp_path):
+    ahead = time.time() + 3600
+    lines = [event("boot", 0, at=ahead), event("start", 0, at=ahead, world_size=1, steps=9), event("step", 1, at=ahead)]
+    (tmp_path / "heartbeat_rank0.jsonl").write_text("".join(lines))
+    for status in ("failed", "preempted"):
+        (tmp_path / "metrics.json").write_text(json.dumps({"status": status, "exit_code": 5, "steps": 1}))
+        assert read_run(tmp_path).status.kind == status
+
+
 def test_a_run_is_at_100_percent_only_when_all_steps_are_done(tmp_path):
     now = live_run(tmp_path / "run", steps=200)
     start = event("start", 0, strategy="fsdp2", world_size=8, steps=201, from_checkpoint=None)
