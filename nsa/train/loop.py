@@ -383,7 +383,14 @@ def step(session: Session) -> None:
     progress.tokens += config.train.batch_size * config.train.seq_len
     progress.sequences += config.train.batch_size
     progress.loss = result.loss
-    row, is_best = _validate_if_due(session, _row(session, result, lr, targets, time.perf_counter() - began))
+    row = _row(session, result, lr, targets, time.perf_counter() - began)
+    try:
+        row, is_best = _validate_if_due(session, row)
+    except DataError:
+        if state.world.size == 1:  # the other ranks are in the validation, and would not take part
+            monitor.step_done(row)
+            session.checkpointing.save_if_alone()
+        raise
     monitor.step_done(row)
     _dump_if_due(session)
     began = time.perf_counter()

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import nsa.train.loop
 from nsa.checkpoint.format import BEST, FOLDER, committed, read_pointer
 from nsa.config import parse_config
 from nsa.data import build
@@ -159,6 +160,22 @@ def test_a_run_does_not_go_on_in_other_data(texts, tmp_path, monkeypatch):
     assert refused.value.exit_code == 3
     train(config, tmp_path / "run", accept_changes=True)
     assert metrics_of(tmp_path / "run")["steps"] == 4
+
+
+def test_completed_steps_are_saved_if_a_file_is_damaged_when_a_run_validates(texts, tmp_path, monkeypatch):
+    config, validate = config_of(texts, "train.eval_every=3"), nsa.train.loop.validate
+
+    def failing(*_):
+        raise DataError("shard-00001.tokens: is damaged")
+
+    monkeypatch.setattr(nsa.train.loop, "validate", failing)
+    with pytest.raises(DataError, match="is damaged"):
+        train(config, tmp_path / "run")
+    assert [path.name for path in committed(tmp_path / "run" / FOLDER)] == ["step_00000003"]
+    monkeypatch.setattr(nsa.train.loop, "validate", validate)
+    train(config, tmp_path / "run")
+    train(config, tmp_path / "undisturbed")
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
 
 
 def test_a_validation_loss_on_earlier_data_is_not_the_best(texts, tmp_path):
