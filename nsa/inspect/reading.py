@@ -235,12 +235,13 @@ class RunView:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
     def _status(self) -> Status:
-        files, metrics, written_at = self._heartbeats.values(), self.metrics, 0.0
-        with suppress(OSError):
-            written_at = (self.folder / run_folder.METRICS_FILE).lstat().st_mtime
-        newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
-        booted_at = max((file.attempts[-1] for file in files if file.attempts), default=0.0)
-        age = max(0.0, self.now - number(newest.get("time"), written_at))
+        files, metrics = [file for file in self._heartbeats.values() if file.newest], self.metrics
+        written_at = _written_at(self.folder / run_folder.METRICS_FILE)
+        newest = max((file.newest for file in files), key=lambda e: e["time"], default={})
+        booted_at = max((file.attempts[-1] for file in files), default=0.0)
+        age = self.now - number(newest.get("time"), written_at)
+        if age < 0.0:  # the clock of the run's host is ahead; that of the file system may not be
+            age = max(0.0, self.now - max((_written_at(file.path) for file in files), default=self.now))
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
@@ -287,6 +288,13 @@ def smoothing(rows: int) -> int:
 
 def read_run(folder: Path, now: float | None = None) -> RunView:
     return RunView(folder, time.time() if now is None else now)
+
+
+def _written_at(path: Path) -> float:
+    """When the file was last written, by the clock of the file system; 0 if there is no such file."""
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0
 
 
 def _find_heartbeats(folder: Path) -> dict[int, Path]:

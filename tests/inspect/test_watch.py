@@ -318,6 +318,14 @@ def test_a_run_has_ended_although_the_clock_of_its_host_is_ahead(tmp_path):
         assert read_run(tmp_path).status.kind == status
 
 
+def test_a_run_is_silent_although_the_clock_of_its_host_is_ahead(tmp_path):
+    now = live_run(tmp_path / "run")
+    os.utime(tmp_path / "run" / "heartbeat_rank0.jsonl", (now - 3600, now - 3600))
+    for silent_s, kind in ((30.0, "running"), (300.0, "silent")):
+        status = read_run(tmp_path / "run", now - 3600 + silent_s).status
+        assert (status.kind, status.age_s) == (kind, pytest.approx(silent_s, abs=1e-3))
+
+
 def test_a_run_is_at_100_percent_only_when_all_steps_are_done(tmp_path):
     now = live_run(tmp_path / "run", steps=200)
     start = event("start", 0, strategy="fsdp2", world_size=8, steps=201, from_checkpoint=None)
