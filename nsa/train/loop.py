@@ -482,6 +482,7 @@ def _save_and_stop(session: Session, kind: type[Preempted]) -> NoReturn:
         session.checkpointing.save_now()
     session.stop.is_saved = True
     session.monitor.emit("preempted", session.step)
+    session.monitor.drop_profile()
     raise kind(
         f"asked to stop: step {session.step} is saved in {session.folder}; the same command resumes from there"
     ) from None

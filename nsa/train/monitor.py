@@ -93,6 +93,11 @@ class Monitor:
         with self._failures.counted():
             self.profiler.before(step)
 
+    def drop_profile(self) -> None:
+        """Call when the run is asked to stop: it may be killed before a profile is written."""
+        with self._failures.counted():
+            self.profiler.drop()
+
     def memory_gib(self) -> float | None:
         with self._failures.counted():
             return memory_gib(self.world.device)
