@@ -264,7 +264,7 @@ class RunView:
         """How many seconds of silence are normal: as many as the watchdog of the run allows."""
         first = number(lookup(self.config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
         took = self.recent("step_s")
-        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start")
+        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start", "attention")
         if math.isnan(took) or starting or self._validates_or_saves():
             return first
         floor = number(lookup(self.config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
@@ -272,13 +272,14 @@ class RunView:
         return max(floor, 5.0 * took + (0.0 if math.isnan(longest) else longest))
 
     def _validates_or_saves(self) -> bool:
-        """Whether a validation or a save follows the newest event. The event of a step comes after its validation and
-        before its save."""
-        step = self.step
+        """Whether a validation or a save follows the newest event. The event of a step comes after its validation, and
+        before its save and its profile."""
+        step, profiled = self.step, lookup(self.config, "train.profile_steps")
         evals = whole(lookup(self.config, "train.eval_every"), 0)
         saves = whole(lookup(self.config, "checkpoint.every"), 0)
         validates = step + 1 >= self.steps or (evals > 0 and (step + 1) % evals == 0)
-        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is also saved
+        writes = any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is also saved
+        return validates or writes or (isinstance(profiled, list) and step in profiled[-1:])
 
 
 def smoothing(rows: int) -> int:

@@ -192,10 +192,14 @@ def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
         ("train:\n  eval_every: 41\n", "running"),  # validates in step 41
         ("train:\n  eval_every: 40\n", "running"),  # saves the best of step 40
         ("checkpoint:\n  every: 20\n", "running"),
+        ("train:\n  profile_steps: [30, 40]\n", "running"),
         ("train:\n  eval_every: 39\ncheckpoint:\n  every: 41\n", "silent"),
     ):
         (tmp_path / "run" / "config.yaml").write_text(limits + config)
         assert read_run(tmp_path / "run", now).status.kind == kind, config
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("attention", 41, at=now - 300))
+    assert read_run(tmp_path / "run", now).status.kind == "running", "compiles again"
 
 
 def test_a_fresh_start_hides_the_events_of_an_earlier_run(tmp_path):
