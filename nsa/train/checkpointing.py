@@ -156,7 +156,8 @@ class Checkpointing:
                 self.monitor.incident("not_deleted", message, self.state.progress.step)
             self._undeleted = undeleted
             return
-        lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
+        without_path = failure.replace(str(self.saver.root), FOLDER)  # which may contain the name of a network library
+        lost = lost_rank(without_path, self.state.world.rank, self.state.world.size)
         if lost is not None:
             raise lost
         # The retry saves the weights of a later step, which may not be the best.
