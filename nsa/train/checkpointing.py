@@ -60,8 +60,7 @@ class Checkpointing:
 
     def __init__(self, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
         self.config, self.state, self.monitor = state.config.checkpoint, state, monitor
-        self.saver = Saver(root, self.config.keep, state.world.save_group)
-        self.saver.last_good = resumed
+        self.saver = Saver(root, self.config.keep, state.world.save_group, resumed)
         self._saved_step = state.progress.step if resumed else -1  # the newest committed step
         self._writing_step = 0
         self._writing_best = False
