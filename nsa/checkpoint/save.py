@@ -52,20 +52,21 @@ class Snapshot:
 
 class Saver:
     """Runs one save at a time. All ranks of `group`, which nothing else uses, call `begin` and `finish` at the same
-    step."""
+    step. `resumed` names the checkpoint that the run resumed from, whose files the ranks have verified together."""
 
-    def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None):
+    def __init__(self, root: Path, keep: int, group: dist.ProcessGroup | None = None, resumed: str | None = None):
         self.root, self.keep, self.group = root, keep, group
         # Runs a function on every rank or on rank 0 alone. An error of one rank is raised on all.
         self._ranks = _DistWrapper(group, group is not None, 0)
         self.rank, self.size = self._ranks.get_rank(), self._ranks.get_world_size()
-        self.last_good: str | None = None
+        self.last_good = resumed
         self.undeleted: str | None = None  # what the newest save could not delete, and why
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._is_awaited = threading.Event()  # `finish` waits: the thread makes no more pauses
-        self._verified: set[Path] = set()  # checkpoints that this process has verified
+        # Not hashed again: rank 0 alone may take longer for a large checkpoint than the others wait.
+        self._verified = set[Path]() if resumed is None else {root / resumed}
         self._own: set[Path] = set()  # checkpoints that this process wrote
 
     @cached_property

@@ -70,18 +70,19 @@ def _data_wait(view: RunView) -> Iterator[str]:
 
 
 def _behind(view: RunView) -> Iterator[str]:
-    """A rank that is silent while others are not. With a collective in every step no rank can be far ahead."""
+    """A rank that is silent while others take steps. A rank that is at most one step behind has another clock."""
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return
-    seen_at = {rank: file.newest["time"] for rank, file in view.ranks.items()}
-    worst, *_, newest = sorted(seen_at, key=lambda rank: seen_at[rank])
-    if view.ranks[newest].newest["event"] == "data_stall":
+    seen = {rank: file.newest for rank, file in view.ranks.items()}
+    latest = max(seen.values(), key=lambda event: event["time"])
+    if latest["event"] == "data_stall":
         return  # the others wait for this rank
-    latest = seen_at[newest]
-    if late := sum(latest - at > view.status.limit_s for at in seen_at.values()):
+    behind = {rank: event for rank, event in seen.items() if event["step"] + 1 < latest["step"]}
+    silent_s = {rank: latest["time"] - event["time"] for rank, event in behind.items()}
+    if late := sum(age > view.status.limit_s for age in silent_s.values()):
+        worst = max(silent_s, key=lambda rank: silent_s[rank])
         more = f" (and {late - 1} more ranks)" if late > 1 else ""
-        step, silent_s = view.ranks[worst].newest["step"], latest - seen_at[worst]
-        yield f"rank {worst} has been silent for {seconds(silent_s)}, at step {step}{more}"
+        yield f"rank {worst} has been silent for {seconds(silent_s[worst])}, at step {seen[worst]['step']}{more}"
 
 
 def _gates(view: RunView) -> Iterator[str]:

@@ -235,16 +235,19 @@ class RunView:
         return bool(self.env.get("gpu")) and lookup(self.config, "runtime.device") != "cpu"
 
     def _status(self) -> Status:
-        files, metrics, written_at = self._heartbeats.values(), self.metrics, 0.0
-        with suppress(OSError):
-            written_at = (self.folder / run_folder.METRICS_FILE).lstat().st_mtime
-        newest = max((file.newest for file in files if file.newest), key=lambda e: e["time"], default={})
-        booted_at = max((file.attempts[-1] for file in files if file.attempts), default=0.0)
-        age = max(0.0, self.now - number(newest.get("time"), written_at))
+        files, metrics = [file for file in self._heartbeats.values() if file.newest], self.metrics
+        written_at = _written_at(self.folder / run_folder.METRICS_FILE)
+        newest = max((file.newest for file in files), key=lambda e: e["time"], default={})
+        booted_at = max((file.attempts[-1] for file in files), default=0.0)
+        age = self.now - number(newest.get("time"), written_at)
+        if age < 0.0:  # the clock of the run's host is ahead; that of the file system may not be
+            age = max(0.0, self.now - max((_written_at(file.path) for file in files), default=self.now))
         limit = self._limit()
         live = Status(RUNNING if age <= limit else SILENT, age, limit)
         ended = metrics.get("status")
-        is_restarted = booted_at > written_at  # the summary is of an earlier attempt, unless the run is done
+        # A start replaces the summary of the attempt before. Only until then the times count: clocks of hosts differ.
+        has_started = any(e["event"] == "start" and e["attempt"] == self.attempts for e in self._heartbeats[0].events)
+        is_restarted = not has_started and booted_at > written_at  # the summary is of an earlier attempt
         if ended == "done" and (live.kind == SILENT or not is_restarted):
             return Status(FINISHED, age, limit, 0)
         if ended in ("failed", "preempted") and not is_restarted:
@@ -261,7 +264,7 @@ class RunView:
         """How many seconds of silence are normal: as many as the watchdog of the run allows."""
         first = number(lookup(self.config, "telemetry.watchdog_first_step_s"), DEFAULT_FIRST_STEP_S)
         took = self.recent("step_s")
-        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start")
+        starting = self._heartbeats[0].newest.get("event") in ("boot", "first_batch", "start", "attention")
         if math.isnan(took) or starting or self._validates_or_saves():
             return first
         floor = number(lookup(self.config, "telemetry.watchdog_floor_s"), DEFAULT_FLOOR_S)
@@ -269,13 +272,14 @@ class RunView:
         return max(floor, 5.0 * took + (0.0 if math.isnan(longest) else longest))
 
     def _validates_or_saves(self) -> bool:
-        """Whether a validation or a save follows the newest event. The event of a step comes after its validation and
-        before its save."""
-        step = self.step
+        """Whether a validation or a save follows the newest event. The event of a step comes after its validation, and
+        before its save and its profile."""
+        step, profiled = self.step, lookup(self.config, "train.profile_steps")
         evals = whole(lookup(self.config, "train.eval_every"), 0)
         saves = whole(lookup(self.config, "checkpoint.every"), 0)
         validates = step + 1 >= self.steps or (evals > 0 and (step + 1) % evals == 0)
-        return validates or any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is also saved
+        writes = any(every > 0 and step % every == 0 for every in (evals, saves))  # the best is also saved
+        return validates or writes or (isinstance(profiled, list) and step in profiled[-1:])
 
 
 def smoothing(rows: int) -> int:
@@ -285,6 +289,13 @@ def smoothing(rows: int) -> int:
 
 def read_run(folder: Path, now: float | None = None) -> RunView:
     return RunView(folder, time.time() if now is None else now)
+
+
+def _written_at(path: Path) -> float:
+    """When the file was last written, by the clock of the file system; 0 if there is no such file."""
+    with suppress(OSError):
+        return path.lstat().st_mtime
+    return 0.0
 
 
 def _find_heartbeats(folder: Path) -> dict[int, Path]:

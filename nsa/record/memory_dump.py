@@ -132,7 +132,7 @@ def oom_report(
     on_host = isinstance(cause, MemoryError) or any(text in str(cause) for text in _HOST_TEXTS)
     if on_host and device.type != "cpu":  # the host ran out of memory: batches and saves use it
         device = torch.device("cpu")
-        advice = ("fewer data.workers", "a smaller data.prefetch", "checkpoint.background=false")
+        advice = ("fewer data.workers", "a smaller data.prefetch", "more host memory, for saves")
     remedy = f"; try {', '.join(advice)}" if advice else ""
     try:
         report = _oom_state(rank, device, cause, named_tensors)

@@ -33,13 +33,19 @@ class StepProfiler:
     def close(self) -> Path | None:
         """Writes what was recorded, also if the run ends before the last step to profile. Returns the trace file, or
         None if nothing was left to write."""
-        if self._profile is None:
+        recorded = self.drop()
+        if recorded is None:
             return None
-        recorded, self._profile = self._profile, None
-        recorded.stop()
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = recorded.key_averages().table(sort_by=key, row_limit=10)
         write_whole(self._table, table)
         with open_replacement(self._trace) as file:  # torch would follow a symbolic link
             recorded.export_chrome_trace(str(file.name))
         return self._trace
+
+    def drop(self) -> profile | None:
+        """Stops recording, without writing anything. Returns what was recorded."""
+        recorded, self._profile = self._profile, None
+        if recorded is not None:
+            recorded.stop()
+        return recorded

@@ -60,8 +60,7 @@ class Checkpointing:
 
     def __init__(self, state: RunState, root: Path, monitor: Monitor, resumed: str | None):
         self.config, self.state, self.monitor = state.config.checkpoint, state, monitor
-        self.saver = Saver(root, self.config.keep, state.world.save_group)
-        self.saver.last_good = resumed
+        self.saver = Saver(root, self.config.keep, state.world.save_group, resumed)
         self._saved_step = state.progress.step if resumed else -1  # the newest committed step
         self._writing_step = 0
         self._writing_best = False
@@ -156,7 +155,8 @@ class Checkpointing:
                 self.monitor.incident("not_deleted", message, self.state.progress.step)
             self._undeleted = undeleted
             return
-        lost = lost_rank(failure, self.state.world.rank, self.state.world.size)
+        without_path = failure.replace(str(self.saver.root), FOLDER)  # which may contain the name of a network library
+        lost = lost_rank(without_path, self.state.world.rank, self.state.world.size)
         if lost is not None:
             raise lost
         # The retry saves the weights of a later step, which may not be the best.

@@ -122,6 +122,8 @@ class Feed:
                 "changed, and its position in them is lost; restore the old data, or use --accept-changes to read the "
                 "new data from the same sequence number on"
             )
+        if known not in (None, found):
+            self.state.progress.best_val_loss = None  # of other validation documents
         self.state.data = found
 
     def ready_validation(self) -> Loader:

@@ -381,7 +381,14 @@ def step(session: Session) -> None:
     progress.tokens += config.train.batch_size * config.train.seq_len
     progress.sequences += config.train.batch_size
     progress.loss = result.loss
-    row, is_best = _validate_if_due(session, _row(session, result, lr, targets, time.perf_counter() - began))
+    row = _row(session, result, lr, targets, time.perf_counter() - began)
+    try:
+        row, is_best = _validate_if_due(session, row)
+    except DataError:
+        if state.world.size == 1:  # the other ranks are in the validation, and would not take part
+            monitor.step_done(row)
+            session.checkpointing.save_if_alone()
+        raise
     monitor.step_done(row)
     _dump_if_due(session)
     began = time.perf_counter()
@@ -473,6 +480,7 @@ def _save_and_stop(session: Session, kind: type[Preempted]) -> NoReturn:
         session.checkpointing.save_now()
     session.stop.is_saved = True
     session.monitor.emit("preempted", session.step)
+    session.monitor.drop_profile()
     raise kind(
         f"asked to stop: step {session.step} is saved in {session.folder}; the same command resumes from there"
     ) from None

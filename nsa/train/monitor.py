@@ -93,6 +93,11 @@ class Monitor:
         with self._failures.counted():
             self.profiler.before(step)
 
+    def drop_profile(self) -> None:
+        """Call when the run is asked to stop: it may be killed before a profile is written."""
+        with self._failures.counted():
+            self.profiler.drop()
+
     def memory_gib(self) -> float | None:
         with self._failures.counted():
             return memory_gib(self.world.device)
@@ -173,7 +178,8 @@ class Monitor:
                 f"step {row.step:04d} | validation loss {row.val_loss:.4f} nats"
                 f" | {row.val_bits_per_byte:.4f} bits per byte"
             )
-        self._log_profile(self.profiler.after(row.step))
+        with self.extended_timeout():  # a profile of 100,000 operators takes a minute to write
+            self._log_profile(self.profiler.after(row.step))
 
     def _log_profile(self, trace: Path | None) -> None:
         if trace is not None:

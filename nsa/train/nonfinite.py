@@ -60,7 +60,8 @@ def handle(session: "Session", result: StepResult) -> None:
     elif progress.skipped > config.train.max_skips:
         problem = f"{progress.skipped} steps were skipped, train.max_skips allows no more"
     if problem:
-        session.checkpointing.wait()  # completes the current save
+        with session.monitor.extended_timeout():
+            session.checkpointing.wait()  # completes the current save
         raise NumericsError(f"{what}; {problem}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nsa.checkpoint.save
 from nsa.checkpoint.format import (
     BEST,
     FOLDER,
@@ -38,6 +39,7 @@ from tests.checkpoint.helpers import (
     rows_of,
     saved_steps,
     small,
+    train_until,
 )
 
 
@@ -189,6 +191,15 @@ def test_the_newest_two_undamaged_ones_stay_when_newer_ones_are_damaged(kind, tm
     undamaged = [step for step in steps_in(tmp_path) if verifies(tmp_path / name_of(step))]
     assert undamaged == [2, 6]
     assert len(undamaged) == NEVER_DELETED
+
+
+def test_a_resumed_run_does_not_hash_its_checkpoint_again_alone(tmp_path, monkeypatch):
+    """All ranks have hashed it together; rank 0 alone could take longer than the others wait."""
+    train_until(2, tmp_path)
+    hashed = []
+    monkeypatch.setattr(nsa.checkpoint.save, "verify", lambda path: hashed.append(path.name) or verify(path))
+    train(small(), tmp_path)
+    assert hashed == []
 
 
 def test_leftovers_of_an_interrupted_save_or_deletion_are_removed(tmp_path):

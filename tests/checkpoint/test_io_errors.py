@@ -10,13 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nsa.checkpoint
 from nsa.checkpoint.format import FOLDER, LATEST, committed, read_pointer, verify
 from nsa.checkpoint.save import Saver
 from nsa.errors import CheckpointError
+from nsa.parallel.world import World
 from nsa.train import checkpointing, train
 from nsa.train.checkpointing import Checkpointing
+from nsa.train.state import Progress
 from tests import warm
 from tests.checkpoint.helpers import (
     SHARD,
@@ -266,3 +269,13 @@ def test_a_process_that_may_not_write_large_files_ends_with_the_cause_and_no_tra
     assert [row["step"] for row in rows_of(tmp_path / "run")] == ["1", "2", "3", "4"]
     assert metrics_of(tmp_path / "run")["exit_code"] == 4
     assert committed(tmp_path / "run" / FOLDER) == []
+
+
+def test_the_name_of_a_folder_does_not_make_a_failed_save_a_lost_rank(tmp_path):
+    root, incidents = tmp_path / "nccl-2.27" / FOLDER, []
+    monitor = SimpleNamespace(incident=lambda kind, *_: incidents.append(kind))
+    state = SimpleNamespace(config=small(), world=World(torch.device("cpu"), "ddp", size=2), progress=Progress(step=4))
+    saving = Checkpointing(state, root, monitor, "step_00000002")
+    saving.saver.finish = lambda: f"rank 0: {root / LATEST}: cannot be written: {ERRORS['enospc']}"
+    saving._complete()
+    assert incidents == ["save_failed"]

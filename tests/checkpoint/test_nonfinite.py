@@ -12,6 +12,7 @@ from nsa.checkpoint.export import read_weights
 from nsa.checkpoint.format import BEST, FOLDER, read_pointer
 from nsa.errors import CheckpointError, NumericsError
 from nsa.train import train
+from nsa.train.checkpointing import Checkpointing
 from nsa.train.nonfinite import reproduce
 from tests.checkpoint.helpers import (
     assert_same_run,
@@ -119,6 +120,20 @@ def test_a_report_of_another_form_says_so(report, tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(report))
     with pytest.raises(CheckpointError, match="not a complete dump of a step"):
         reproduce(tmp_path)
+
+
+def test_a_run_that_stops_has_as_long_as_other_runs_to_complete_its_save(tmp_path, monkeypatch):
+    waited, limits = Checkpointing.wait, []
+
+    def wait(checkpointing):
+        limits.append(checkpointing.monitor.watchdog.limit_s)
+        waited(checkpointing)
+
+    monkeypatch.setattr(Checkpointing, "wait", wait)
+    config = small("checkpoint.background=true", "telemetry.watchdog_floor_s=60", "telemetry.watchdog_first_step_s=500")
+    with faults_armed("save.shard:sleep:seconds=1,step.loss:nan:hit=3"), pytest.raises(NumericsError):
+        train(config, tmp_path)
+    assert (limits, saved_steps(tmp_path)) == ([500.0], [2])
 
 
 def test_skipping_leaves_out_exactly_the_step_that_was_not_finite(tmp_path, whole_run):

@@ -192,10 +192,14 @@ def test_a_run_may_be_silent_for_longer_while_it_validates_or_saves(tmp_path):
         ("train:\n  eval_every: 41\n", "running"),  # validates in step 41
         ("train:\n  eval_every: 40\n", "running"),  # saves the best of step 40
         ("checkpoint:\n  every: 20\n", "running"),
+        ("train:\n  profile_steps: [30, 40]\n", "running"),
         ("train:\n  eval_every: 39\ncheckpoint:\n  every: 41\n", "silent"),
     ):
         (tmp_path / "run" / "config.yaml").write_text(limits + config)
         assert read_run(tmp_path / "run", now).status.kind == kind, config
+    with (tmp_path / "run" / "heartbeat_rank0.jsonl").open("a") as file:
+        file.write(event("attention", 41, at=now - 300))
+    assert read_run(tmp_path / "run", now).status.kind == "running", "compiles again"
 
 
 def test_a_fresh_start_hides_the_events_of_an_earlier_run(tmp_path):
@@ -307,6 +311,23 @@ def test_a_preempted_run_and_one_that_was_started_again(copy):
         file.write(event("boot", 0, at=later))
     again = read_run(copy, later + 1)
     assert (again.status.kind, again.attempts) == ("running", 2)
+
+
+def test_a_run_has_ended_although_the_clock_of_its_host_is_ahead(tmp_path):
+    ahead = time.time() + 3600
+    lines = [event("boot", 0, at=ahead), event("start", 0, at=ahead, world_size=1, steps=9), event("step", 1, at=ahead)]
+    (tmp_path / "heartbeat_rank0.jsonl").write_text("".join(lines))
+    for status in ("failed", "preempted"):
+        (tmp_path / "metrics.json").write_text(json.dumps({"status": status, "exit_code": 5, "steps": 1}))
+        assert read_run(tmp_path).status.kind == status
+
+
+def test_a_run_is_silent_although_the_clock_of_its_host_is_ahead(tmp_path):
+    now = live_run(tmp_path / "run")
+    os.utime(tmp_path / "run" / "heartbeat_rank0.jsonl", (now - 3600, now - 3600))
+    for silent_s, kind in ((30.0, "running"), (300.0, "silent")):
+        status = read_run(tmp_path / "run", now - 3600 + silent_s).status
+        assert (status.kind, status.age_s) == (kind, pytest.approx(silent_s, abs=1e-3))
 
 
 def test_a_run_is_at_100_percent_only_when_all_steps_are_done(tmp_path):

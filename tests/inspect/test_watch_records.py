@@ -119,6 +119,13 @@ def test_equal_reports_of_all_ranks_are_one_line_and_a_silent_rank_is_named(tmp_
     assert any(line.startswith("rank 1 has been silent for ") and "step 100" in line for line in unhealthy(view))
 
 
+def test_a_rank_with_a_slow_clock_that_takes_every_step_is_not_called_silent(tmp_path):
+    now = live_run(tmp_path / "run")
+    steps = "".join(event("step", step, 1, at=BEGAN - 300 + step * 0.55) for step in range(1, 41))
+    (tmp_path / "run" / "heartbeat_rank1.jsonl").write_text(steps)
+    assert unhealthy(read_run(tmp_path / "run", now)) == []
+
+
 def test_ranks_that_wait_for_the_data_of_another_one_are_not_called_silent(tmp_path):
     now = live_run(tmp_path / "run") + 120
     stall = event("data_stall", 40, 1, at=now, seconds=120, message="waited 120.0 s for the next batch")

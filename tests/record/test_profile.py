@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from nsa.config import parse_config
-from nsa.errors import DataError
+from nsa.errors import DataError, Preempted
 from nsa.record.profile import StepProfiler
 from nsa.train import train
+from nsa.train.monitor import Monitor
+from tests.checkpoint.helpers import faults_armed
 from tests.record.runs import TINY
 
 
@@ -39,6 +41,27 @@ def test_a_run_that_ends_inside_the_window_leaves_the_steps_there_were(tmp_path,
     with pytest.raises(DataError, match="the source is gone"):
         train(parse_config(deepcopy(TINY), "test", ["train.steps=6", "train.profile_steps=[2, 5]"]), tmp_path)
     assert profiled_steps(tmp_path) == 3
+
+
+def test_a_run_that_is_asked_to_stop_does_not_take_the_time_to_write_its_profile(tmp_path):
+    config = parse_config(deepcopy(TINY), "test", ["train.steps=4", "train.profile_steps=[2, 4]"])
+    with faults_armed("step.begin:usr1:hit=2"), pytest.raises(Preempted):
+        train(config, tmp_path)
+    assert not list(tmp_path.glob("profile_*"))
+    train(config, tmp_path)
+    assert profiled_steps(tmp_path) == 2
+
+
+def test_a_profile_may_take_longer_to_write_than_a_step(tmp_path, monkeypatch):
+    limits = []
+
+    def log(monitor, trace):
+        limits.append(monitor.watchdog.limit_s)
+
+    monkeypatch.setattr(Monitor, "_log_profile", log)
+    changes = ["train.steps=3", "train.profile_steps=[2, 2]", "telemetry.watchdog_first_step_s=500"]
+    train(parse_config(deepcopy(TINY), "test", changes), tmp_path)
+    assert limits[:3] == [500.0] * 3
 
 
 def test_a_window_outside_the_run_leaves_no_file(tmp_path):

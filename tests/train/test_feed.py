@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from nsa.checkpoint.format import committed
+import nsa.train.loop
+from nsa.checkpoint.format import BEST, FOLDER, committed, read_pointer
 from nsa.config import parse_config
 from nsa.data import build
 from nsa.data.loader import Loader
@@ -19,7 +20,7 @@ from nsa.errors import DataError, DataUnavailableError
 from nsa.train import train
 from nsa.train.state import build_state
 from nsa.train.step import train_step
-from tests.checkpoint.helpers import faults_armed
+from tests.checkpoint.helpers import faults_armed, rows_of
 from tests.data.corpora import write_texts as write_corpus
 from tests.data.mirror import write_mirror
 
@@ -159,6 +160,34 @@ def test_a_run_does_not_go_on_in_other_data(texts, tmp_path, monkeypatch):
     assert refused.value.exit_code == 3
     train(config, tmp_path / "run", accept_changes=True)
     assert metrics_of(tmp_path / "run")["steps"] == 4
+
+
+def test_completed_steps_are_saved_if_a_file_is_damaged_when_a_run_validates(texts, tmp_path, monkeypatch):
+    config, validate = config_of(texts, "train.eval_every=3"), nsa.train.loop.validate
+
+    def failing(*_):
+        raise DataError("shard-00001.tokens: is damaged")
+
+    monkeypatch.setattr(nsa.train.loop, "validate", failing)
+    with pytest.raises(DataError, match="is damaged"):
+        train(config, tmp_path / "run")
+    assert [path.name for path in committed(tmp_path / "run" / FOLDER)] == ["step_00000003"]
+    monkeypatch.setattr(nsa.train.loop, "validate", validate)
+    train(config, tmp_path / "run")
+    train(config, tmp_path / "undisturbed")
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
+
+
+def test_a_validation_loss_on_earlier_data_is_not_the_best(texts, tmp_path):
+    changes = ["train.eval_every=1", "train.lr=1e-2", "checkpoint.every=0", "checkpoint.background=false"]
+    train(config_of(texts, *changes, "train.steps=6"), tmp_path / "run")
+    rare = "".join(map(chr, range(0x80, 0xC0)))  # never seen before: its loss is higher
+    (texts / "a.jsonl").write_text("".join(json.dumps({"text": rare[n:] * 6}) + "\n" for n in range(60)))
+    train(config_of(texts, *changes, "train.steps=8"), tmp_path / "run", accept_changes=True)
+    losses = [float(row["val_loss"]) for row in rows_of(tmp_path / "run")]
+    assert max(losses[:6]) < min(losses[6:])
+    assert metrics_of(tmp_path / "run")["best_val_loss"] == min(losses[6:])
+    assert read_pointer(tmp_path / "run" / FOLDER, BEST) in ("step_00000007", "step_00000008")
 
 
 class DeadSource:
