@@ -72,8 +72,8 @@ def loss_by_position(
     try:
         if data.validation is None:
             raise ConfigError(
-                "data.validation_fraction: is 0, so the run trained on all its text; "
-                "name other text with data.* overrides"
+                "data.validation_fraction: is 0, and only documents for validation are measured; name text that "
+                "the run did not train on with data.* overrides, with data.validation_fraction=0.5 for half of it"
             )
         named(data.summary)
         found = data.validation.sequences.count
