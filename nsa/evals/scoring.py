@@ -68,7 +68,9 @@ def loss_by_position(
     except (ConfigError, DataError) as error:
         if "train.seq_len" not in str(error):
             raise
-        raise type(error)(f"--lengths: {length} does not fit the data: {error}") from None
+        problem = str(error).partition(";")[0]  # what follows is advice for training
+        remedy = "choose another length, or name other text with data.* overrides"
+        raise type(error)(f"--lengths: {length} does not fit the data: {problem}; {remedy}") from None
     try:
         if data.validation is None:
             raise ConfigError(
