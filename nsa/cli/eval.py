@@ -62,6 +62,8 @@ def evaluate(
             "override data.validation_fraction: with another share, text that the run trained on may be measured; "
             "leave it out, or name other text with data.source and data.paths"
         )
+    if "train.seq_len" in keys and lm_eval is None:
+        raise ConfigError("override train.seq_len: is the length of training; measure other lengths with --lengths")
     run = load_run(source, overrides=given)
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
     with reworded(ConfigError, f"--out: {folder} cannot be used", "choose another folder"):
