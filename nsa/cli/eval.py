@@ -11,6 +11,8 @@ from nsa.cli.output import say
 from nsa.config.schema import LONGEST_SEQUENCE
 from nsa.errors import ConfigError, reworded
 
+OTHER_TEXT = {"data.source", "data.paths", "data.repo", "data.mixture"}
+
 
 def evaluate(
     source: TrainedModel,
@@ -53,7 +55,16 @@ def evaluate(
     from nsa.inspect.run_report import render_evaluation, write_page
     from nsa.run_folder import EVALUATION_FILE, EVALUATION_PAGE, HARNESS_FILE, run_of
 
-    run = load_run(source, overrides=all_overrides(overrides, override))
+    given = all_overrides(overrides, override)
+    keys = {text.partition("=")[0].strip() for text in given}
+    if "data.validation_fraction" in keys and keys.isdisjoint(OTHER_TEXT):
+        raise ConfigError(
+            "override data.validation_fraction: with another share, text that the run trained on may be measured; "
+            "leave it out, or name other text with data.source and data.paths"
+        )
+    if "train.seq_len" in keys and lm_eval is None:
+        raise ConfigError("override train.seq_len: is the length of training; measure other lengths with --lengths")
+    run = load_run(source, overrides=given)
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
     with reworded(ConfigError, f"--out: {folder} cannot be used", "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)  # before the measurement, which may take long

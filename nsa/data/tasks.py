@@ -17,6 +17,7 @@ import numpy as np
 from nsa.data import recall
 from nsa.data.recall import NUM_KEYS, PROMPTS, Numbers, Parts, Prompt, Uniform, uniform
 from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.errors import ConfigError
 
 
 def num_drawn(length: int) -> int:
@@ -61,23 +62,29 @@ class Tracking(Task):
     levels, unit = (1, 2, 3, 4), "copies"
 
     def most_tokens(self, level: int) -> int:
-        return 2 * self.longest_pair + level * (2 * self.longest_word + int(self.lengths[-1]))
+        """Of two chains and a question. In a prompt with one chain, the answer would be the only value."""
+        return 2 * self._chain_tokens(level) - self.longest_pair
+
+    def _chain_tokens(self, copies: int) -> int:
+        """Of a chain and its question."""
+        return 2 * self.longest_pair + copies * (2 * self.longest_word + int(self.lengths[-1]))
 
     def training(self, length: int, draw: Uniform) -> tuple[Numbers, Numbers]:
         """All chains have the same number of copies, as in a prompt. Without copies, a model learns to recall pairs
         first."""
-        longest = max((level for level in self.levels if self.most_tokens(level) <= length), default=0)
+        longest = max((level for level in self.levels if self._chain_tokens(level) <= length), default=0)
         copies = int(draw[1] * (longest + 1))
         chains = int((1 + self._most_chains(copies, length)) ** draw[0] ** 0.5)
         return self._draw(np.full(chains, copies), draw[NUM_KEYS:])
 
     def prompt(self, length: int, level: int, draw: Uniform) -> tuple[Numbers, Numbers]:
-        """As many chains as fill half of the prompt."""
-        statements, questions = self._draw(np.full(self._most_chains(level, length // 2), level), draw)
+        """As many chains as fill half of the prompt, at least two."""
+        chains = max(2, self._most_chains(level, length // 2))
+        statements, questions = self._draw(np.full(chains, level), draw)
         return statements, questions[:1]
 
     def _most_chains(self, copies: int, length: int) -> int:
-        return min(NUM_KEYS // (copies + 1), len(self.values), max(1, length // self.most_tokens(copies)))
+        return min(NUM_KEYS // (copies + 1), len(self.values), max(1, length // self._chain_tokens(copies)))
 
     def _draw(self, copies: Numbers, draw: Uniform) -> tuple[Numbers, Numbers]:
         """Returns chains with so many copies each, mixed, and a question for the end of every chain."""
@@ -136,6 +143,8 @@ class TaskPrompts:
     def __init__(self, tokenizer: Tokenizer, task: str, length: int, shortest: int):
         self.tokenizer, self.length, self._task = tokenizer, length, TASKS[task](tokenizer)
         self.levels = [level for level in self._task.levels if self._task.most_tokens(level) < shortest]
+        if not self.levels:
+            raise ConfigError(f"--lengths: {shortest} tokens are too few for a prompt of {task}; choose a longer one")
         self.num_depths = len(self.levels)
 
     def questions(self, samples: int) -> list[list[int]]:

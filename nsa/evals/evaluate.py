@@ -39,6 +39,9 @@ def evaluate(
     trained = run.config.train.seq_len
     can_ask = _can_ask(run, log)
     prompts = _prompts(run, lengths, samples) if can_ask else {}
+    questions = {
+        (length, name): TaskPrompts(run.tokenizer, name, length, min(lengths)) for length in prompts for name in TASKS
+    }
     for length in lengths:
         if length > trained:
             log(f"{length:,} tokens are more than the {trained:,} that the run trained on (train.seq_len)")
@@ -61,7 +64,7 @@ def evaluate(
                 by_depth = recall_by_depth(run, prompts[length][keys], samples)
                 recall.append({"length": length, "keys": keys, "by_depth": by_depth})
             for name, task in TASKS.items() if can_ask else ():
-                asked = TaskPrompts(run.tokenizer, name, length, min(lengths))
+                asked = questions[length, name]
                 tasks.append({"length": length, "task": name, "levels": asked.levels, "unit": task.unit})
                 tasks[-1]["by_level"] = recall_by_depth(run, asked, samples)
             means = [f"loss {mean:.4f}"]

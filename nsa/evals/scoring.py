@@ -68,12 +68,14 @@ def loss_by_position(
     except (ConfigError, DataError) as error:
         if "train.seq_len" not in str(error):
             raise
-        raise type(error)(f"--lengths: {length} does not fit the data: {error}") from None
+        problem = str(error).partition(";")[0]  # what follows is advice for training
+        remedy = "choose another length, or name other text with data.* overrides"
+        raise type(error)(f"--lengths: {length} does not fit the data: {problem}; {remedy}") from None
     try:
         if data.validation is None:
             raise ConfigError(
-                "data.validation_fraction: is 0, so the run trained on all its text; "
-                "name other text with data.* overrides"
+                "data.validation_fraction: is 0, and only documents for validation are measured; name text that "
+                "the run did not train on with data.* overrides, with data.validation_fraction=0.5 for half of it"
             )
         named(data.summary)
         found = data.validation.sequences.count

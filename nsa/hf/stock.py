@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nsa.config.architecture import Architecture
+from nsa.config.architecture import Architecture, MSAConfig
 from nsa.hf.names import HF_LAYER, INSIDE, OUTSIDE
 from nsa.ops.reference.feed_forward import ALPHA, LIMIT
 
@@ -55,6 +55,8 @@ def unusual_sizes(config: Architecture) -> list[str]:
 
 def stock_config(config: Architecture, form: Form, **fields: Any) -> dict[str, Any]:
     """Returns config.json; `fields` are those that the configuration of a run does not decide."""
+    if "msa" not in config.model.layer_kinds():  # own_sections reads no section `msa` then
+        config = config.model_copy(update={"msa": MSAConfig()})
     model, msa = config.model, config.msa
     is_sparse = [int(kind == "msa") for kind in model.layer_kinds()]
     fields |= {

@@ -162,8 +162,24 @@ def test_a_sequence_of_a_task_is_a_pure_function_of_its_number(task, name, token
 
 
 def test_levels_that_do_not_fit_into_the_shortest_prompt_are_left_out():
-    levels = {length: [TaskPrompts(ByteTokenizer(), task, 500, length).levels for task in TASKS] for length in (30, 60)}
-    assert levels == {30: [[1], [2]], 60: [[1, 2, 3, 4], [2, 4]]}
+    levels = {
+        length: [TaskPrompts(ByteTokenizer(), task, 500, length).levels for task in TASKS] for length in (50, 100)
+    }
+    assert levels == {50: [[1], [2]], 100: [[1, 2, 3], [2, 4]]}
+    with pytest.raises(ConfigError, match="--lengths: 43 tokens are too few for a prompt of tracking"):
+        TaskPrompts(ByteTokenizer(), "tracking", 500, 43)
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_the_shortest_prompts_of_tracking_have_two_values(name, tokenizers):
+    """With one, the answer would be the only number of the prompt, whatever its chain."""
+    for level in Tracking.levels:
+        length = Tracking(tokenizers[name]).most_tokens(level) + 1
+        prompts = TaskPrompts(tokenizers[name], "tracking", length, length)
+        for number in range(20):
+            tokens = prompts.make([prompts.levels.index(level)], number).tokens
+            values, *_ = follow(tokenizers[name].decode(tokens.tolist()[1:]))
+            assert (len(tokens), len(set(values.values()))) == (length, 2)
 
 
 def test_a_configuration_names_the_task():

@@ -33,7 +33,10 @@ VARIANTS = {
     "mixed": ({"layer_pattern": ["msa", "dense"], "rotary_dim": 16, "rope_base": 500.0}, {"index_dim": 16}),
     "tied": ({"tied_head": True, "rope_scaling": {"factor": 2.0}, "norm_eps": 1e-3}, {"num_local": 0}),
     "llama3": ({"rotary_dim": 16, "rope_scaling": LLAMA3, "n_layers": 1}, {}),
-    "dense": ({"attention": "dense", "head_dim_k": 176, "head_dim_v": 176, "rotary_dim": 30, "n_layers": 1}, None),
+    "dense": (
+        {"layer_pattern": ["dense", "msa"], "head_dim_k": 176, "head_dim_v": 176, "rotary_dim": 30, "n_layers": 1},
+        {},
+    ),
 }
 LENGTHS = (5, 49, 137)  # from 49 tokens on, queries choose blocks
 THEIRS = """
@@ -68,8 +71,7 @@ torch.save(results, "results.pt")
 
 
 def make_run(folder, model, msa, norms=(0.5, 1.5)):
-    sections = {"model": MODEL | model, "train": {"seq_len": 256}}
-    config = parse_config(sections if msa is None else sections | {"msa": MSA | msa}, "test")
+    config = parse_config({"model": MODEL | model, "msa": MSA | msa, "train": {"seq_len": 256}}, "test")
     decoder = build_model(config, 256, seed=1)
     weights = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     for name, weight in weights.items():
