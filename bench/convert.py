@@ -71,10 +71,14 @@ def recall_of(folders: dict[str, Path], options: argparse.Namespace) -> dict[str
     """Recall of the models, by depth and keys, where the study is about it."""
     if options.action != "recall":
         return {}
-    measured = {when: learning.evaluate(f, options.lengths, f.with_suffix(".log")) for when, f in folders.items()}
+    measured = {when: learning.evaluate(f, options.lengths, log_of(f)) for when, f in folders.items()}
     found = {when: found.get("recall", []) for when, (_, found) in measured.items()}
     codes = [code for code, _ in measured.values()]  # negative after a signal
     return {"recall": found, "exit_code": next(filter(None, codes), 0)}
+
+
+def log_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")  # the suffix of a folder may be part of its rate
 
 
 def dense_folder(work: Path, options: argparse.Namespace) -> Path:
@@ -154,7 +158,7 @@ def convert(row: str, models: dict[str, Path], options: argparse.Namespace) -> d
     for folder, overrides in stages:
         if code == 0 and not is_finished(folder):
             recipe = str(models[ROWS[row][0]] / "config.yaml")
-            code = run_logged(["train", recipe, *overrides], folder.with_suffix(".log"))
+            code = run_logged(["train", recipe, *overrides], log_of(folder))
     tokens = options.seq_len * batch_of(options)
     kind, has_first = ROWS[row]
     curve = [(0, start_loss(models[kind])), *curve_of([folder for folder, _ in stages], tokens)]

@@ -14,6 +14,10 @@ pytest.importorskip("transformers")
 SIZES = ["--tokens", str(20 * 4 * 64), "--seq-len", "64", "--batch-size", "4", "--eval-tokens", "256"]
 
 
+def test_models_trained_at_several_rates_have_their_own_logs(tmp_path):
+    assert len({convert.log_of(tmp_path / f"dense-lr{rate:g}") for rate in (1e-3, 1.2e-3, 0.002, 6e-4)}) == 4
+
+
 def test_rows_are_converted_within_a_tenth_of_the_tokens_and_go_on_when_cut(shards, tmp_path, called):
     results = tmp_path / "results.jsonl"
     names = ["dense", "two-stages", "second-stage-alone", "msa-two-stages", "dense-continued"]
