@@ -85,8 +85,7 @@ class DenseAttention(Attention):
         if step is not None:
             write(step, step.layer(self).writes(keys, values))
         o_BSHV = self.attend(q_BSHK, keys[0], values[0], cu_seqlens, max_seqlen)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def attend(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -125,8 +124,7 @@ class DenseAttention(Attention):
         call = WindowCall(context, here, backend_of("win", self.backend), context.size * x_BSC.shape[1])
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV, _ = attend_gathered(Gathered(k_BSGK, v_BSGV, call), q_BSHK, k_BSGK, v_BSGV)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def forward_flops(self, seq_len: int) -> float:
         return self.dense_flops(seq_len)

@@ -110,14 +110,12 @@ class GatheredCall:
         raise NotImplementedError
 
     def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, lse = self.nodes[0](q, k, v, **self.settings(indices), **self.options(half))
-        return o, lse
+        return self.nodes[0](q, k, v, **self.settings(indices), **self.options(half))
 
     def backward(
         self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self.nodes[1](do, q, k, v, o=o, lse=lse, **self.settings(indices), **self.options(half))
-        return dq, dk, dv
+        return self.nodes[1](do, q, k, v, o=o, lse=lse, **self.settings(indices), **self.options(half))
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         """The blocks selected by the attention just computed; None if the operator does not select."""
@@ -126,8 +124,7 @@ class GatheredCall:
     def scatter(self, grad: Tensor, local: int) -> Tensor:
         """Reorders the gradient [T, B, ...] of keys to the order in which they were gathered, `local` keys per rank."""
         place = self.place
-        spread: Tensor = grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
-        return spread
+        return grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -194,8 +191,7 @@ def attend_gathered(
     """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
     the operator selects, or None. `attended` is called in the forward pass after the attention of each chunk and each
     part of the heads."""
-    o, blocks = _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
-    return o, blocks
+    return _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
 
 
 class _AttendGathered(torch.autograd.Function):

@@ -62,8 +62,7 @@ class WindowAttention(DenseAttention):
         call = WindowCall(context, here, backend_of("win", self.backend), self.window)
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV = attend_halos(q_BSHK, with_halos(k_BSGK, v_BSGV, self.window - 1, context), call)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def forward_flops(self, seq_len: int) -> float:
         full = min(self.window, seq_len)  # queries up to this one read all tokens before them
