@@ -56,14 +56,14 @@ class OperatorCase(NamedTuple):
 
     operator   its name in `nsa.ops.dispatch`
     inputs     by name
-    compute    the result of such inputs by a backend
+    compute    takes the inputs in this order, and `backend`; the result, or a tuple that begins with it
     like       queries and values for which a backend is chosen
     selects    the result is block indices; otherwise it has a gradient in every input
     """
 
     operator: str
     inputs: dict[str, Tensor]
-    compute: Callable[[dict[str, Tensor], str | None], Tensor]
+    compute: Callable[..., Any]
     like: tuple[Tensor, Tensor]
     selects: bool = False
 
@@ -340,8 +340,7 @@ class Attention(nn.Module):
             o_BnHV = o_BnHV.new_zeros(*x_BnC.shape[:2], *o_BnHV.shape[2:])
             for (rows, part), o in zip(parts, outputs, strict=True):
                 o_BnHV[rows, : part.positions.shape[1]] = o
-        y_BnC: Tensor = self.out(o_BnHV.flatten(2))
-        return y_BnC
+        return self.out(o_BnHV.flatten(2))
 
     def _attend_part(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor], step: CacheStep) -> Tensor:
         """Writes new tokens to the cache and attends: [B, n, H, V]."""
