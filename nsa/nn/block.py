@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.attention import Attention
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_feed_forward
+from nsa.nn.decode_step import fused_attention, fused_feed_forward
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain
 from nsa.ops.library import refuse_tangents
@@ -129,7 +129,7 @@ class DecoderBlock(nn.Module):
         """x + attention(norm(x)) for a few new tokens in few launches; None if the modules must be called."""
         attention = self.attention
         if isinstance(cache, CacheStep) and isinstance(attention, Attention) and is_bare(attention, type(attention)):
-            return attention.fused(x_BSC, cache, self.attention_norm)
+            return fused_attention(attention, x_BSC, cache, self.attention_norm)
         return None
 
     def _fused_feed_forward(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:

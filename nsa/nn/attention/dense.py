@@ -14,7 +14,6 @@ from nsa.nn.attention.gathered import Gathered, WindowCall, attend_gathered, pla
 from nsa.nn.attention.layer import Attention, Exchange
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class DenseAttention(Attention):
+class DenseAttention(Attention, has_fused_step=True):
     """Causal softmax attention on [B, S, dim] through PyTorch's fused kernels.
 
     dim            width of input and output
@@ -108,9 +107,6 @@ class DenseAttention(Attention):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK], keys, values
-
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        return fused_attention(self, x_BnC, step, norm) if type(self) is DenseAttention else None
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)

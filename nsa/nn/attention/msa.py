@@ -20,7 +20,6 @@ from nsa.nn.attention.layer import Exchange, OperatorCase, check_chunks, head_si
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class MSAAttention(DenseAttention):
+class MSAAttention(DenseAttention, has_fused_step=True):
     """`DenseAttention` in which a learned index chooses the blocks that every query and group reads.
 
     spec           the sizes of blocks and selection (`MSASpec`); None: those of the published model, MSASpec()
@@ -174,9 +173,6 @@ class MSAAttention(DenseAttention):
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
         return [q_BnHK, index_q_BnGE], [*keys, index_k_BnE.unsqueeze(2)], values
-
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        return fused_attention(self, x_BnC, step, norm) if type(self) is MSAAttention else None
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         q_BnHK, index_q_BnGE = queries

@@ -19,7 +19,6 @@ from nsa.nn.attention.nsa_cache import NSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import project_heads
@@ -53,7 +52,7 @@ CHOICES = {
 DENSE_GATES = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 
-class NSAAttention(Attention):
+class NSAAttention(Attention, has_fused_step=True):
     """Causal Native Sparse Attention on [B, S, dim], a drop-in replacement for a decoder's self-attention.
 
     dim            width of input and output; need not equal num_heads * head size
@@ -174,10 +173,6 @@ class NSAAttention(Attention):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK, self.gate(x_BnC)], keys, values
-
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        is_ours = type(self) is NSAAttention and self.force_branch is None
-        return fused_attention(self, x_BnC, step, norm) if is_ours else None
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         """Compresses the blocks that new tokens complete, then attends."""
