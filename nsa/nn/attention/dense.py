@@ -73,11 +73,7 @@ class DenseAttention(Attention, has_fused_step=True):
         return cls(**cls.settings(config, backend))
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         position_S = token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))

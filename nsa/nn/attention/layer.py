@@ -208,11 +208,7 @@ class Attention(nn.Module):
         return self.attend_whole(x_BSC, cu_seqlens, max_seqlen)
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         raise NotImplementedError
 
@@ -325,7 +321,7 @@ class Attention(nn.Module):
         """The output for tokens that are appended to a cache."""
         step = begin(cache, self, x_BnC, cu_seqlens)
         if step.is_fresh:
-            return self.attend_whole(x_BnC, step=step)
+            return self.attend_whole(x_BnC, None, None, step)
         fused_BnC = fused_attention(self, x_BnC, step)
         if fused_BnC is not None:
             return fused_BnC

@@ -119,11 +119,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         return self.out(o_BSHV.flatten(2)), kl_sum, queries
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
         q, (k,), (v,) = self.projections(x_BSC, tables)

@@ -147,11 +147,7 @@ class NSAAttention(Attention, has_fused_step=True):
         return NSALayerCache(cache, self)
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         position_S, position_N = positions(x_BSC.shape[1], self.spec, cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
