@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from nsa.nn.attention.gathered import Gathered, WindowCall, attend_gathered, plan
+from nsa.nn.attention.gathered import WINDOW, Gathered, GatheredCall, attend_gathered, plan
 from nsa.nn.attention.layer import Attention, Exchange
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
@@ -113,7 +113,8 @@ class DenseAttention(Attention, has_fused_step=True):
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         here = plan(x_BSC, cu_seqlens, context)
-        call = WindowCall(context, here, backend_of("win", self.backend), context.size * x_BSC.shape[1])
+        window = {"window": context.size * x_BSC.shape[1]}
+        call = GatheredCall(WINDOW, window, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV, _ = attend_gathered(Gathered(k_BSGK, v_BSGV, call), q_BSHK, k_BSGK, v_BSGV)
         return self.out(o_BSHV.flatten(2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa.nn.attention.dense import DenseAttention
-from nsa.nn.attention.gathered import WindowCall, attend_halos, plan, with_halos
+from nsa.nn.attention.gathered import WINDOW, GatheredCall, attend_halos, plan, with_halos
 from nsa.nn.attention.layer import Exchange
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
@@ -55,7 +55,7 @@ class WindowAttention(DenseAttention, has_fused_step=True):
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         here = plan(x_BSC, cu_seqlens, context)
-        call = WindowCall(context, here, backend_of("win", self.backend), self.window)
+        call = GatheredCall(WINDOW, {"window": self.window}, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV = attend_halos(q_BSHK, with_halos(k_BSGK, v_BSGV, self.window - 1, context), call)
         return self.out(o_BSHV.flatten(2))
