@@ -172,11 +172,11 @@ class MSAAttention(DenseAttention, has_fused_step=True):
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         q_BnHK, index_q_BnGE = queries
-        kv, index_keys = step.layer(self).views(step)
-        backend = decode_backend(self.backend)
+        kept, backend = step.layer(self), decode_backend(self.backend)
+        kv = kept.msa.view(step)
         if self.is_dense:
             return paged_attention(q_BnHK, kv, step.positions, backend=backend)
-        return msa_decode(q_BnHK, index_q_BnGE, kv, index_keys, step.positions, self.spec, backend=backend)
+        return msa_decode(q_BnHK, index_q_BnGE, kv, kept.index.k, step.positions, self.spec, backend=backend)
 
     def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
         q_BnHK, index_q_BnGE = queries
