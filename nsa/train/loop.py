@@ -24,15 +24,7 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
-from nsa.errors import (
-    ConfigError,
-    DataError,
-    Interrupted,
-    LaunchError,
-    OutOfMemoryError,
-    Preempted,
-    printable,
-)
+from nsa.errors import ConfigError, DataError, Interrupted, LaunchError, OutOfMemoryError, Preempted, printable
 from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
