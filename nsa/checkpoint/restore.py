@@ -90,7 +90,7 @@ def check_loadable(checkpoint: Path) -> None:
         if name.startswith("random_"):
             _read_json(checkpoint / name)
     for name, tensor in reader.tensors.items():
-        _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader)
+        _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader, None)
 
 
 def read_back(checkpoint: Path, shard: str) -> None:
@@ -98,7 +98,7 @@ def read_back(checkpoint: Path, shard: str) -> None:
     reader = ShardReader(checkpoint, read_manifest(checkpoint))
     reader.read_shard(shard)
     name, tensor = min(reader.tensors.items(), key=lambda entry: math.prod(entry[1].shape))
-    _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader)
+    _load({name: torch.empty(tensor.shape, dtype=tensor.dtype)}, checkpoint, reader, None)
 
 
 def _reader(checkpoint: Path) -> ShardReader | LegacyReader:
@@ -107,10 +107,7 @@ def _reader(checkpoint: Path) -> ShardReader | LegacyReader:
 
 
 def _load(
-    tensors: dict[str, Tensor],
-    checkpoint: Path,
-    reader: ShardReader | LegacyReader,
-    group: dist.ProcessGroup | None = None,
+    tensors: dict[str, Tensor], checkpoint: Path, reader: ShardReader | LegacyReader, group: dist.ProcessGroup | None
 ) -> None:
     silence_torch()
     try:

@@ -15,14 +15,12 @@ def doctor(
     overrides: Annotated[list[str] | None, overrides_such_as("parallel.strategy=fsdp")] = None,
     override: JoinedOverrides = None,
     nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", min=1, metavar="N", help="Processes of DDP and FSDP.", show_default="all GPUs, or 2"),
+        int | None, typer.Option(min=1, metavar="N", help="Processes of DDP and FSDP.", show_default="all GPUs, or 2")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps of a trial.")] = 3,
-    limit: Annotated[float, typer.Option("--limit", min=1.0, metavar="SECONDS", help="Time limit of a trial.")] = 300.0,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps of a trial.")] = 3,
+    limit: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of a trial.")] = 300.0,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder of the results.", show_default="runs/NAME-doctor"),
+        Path | None, typer.Option(metavar="DIR", help="Folder of the results.", show_default="runs/NAME-doctor")
     ] = None,
 ) -> None:
     """Find the smallest configuration that fails, or report that the system is healthy."""

@@ -19,8 +19,7 @@ def evaluate(
     overrides: Annotated[list[str] | None, overrides_such_as("data.source=python")] = None,
     override: JoinedOverrides = None,
     lengths: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Context lengths in tokens.", show_default="train.seq_len"),
+        str | None, typer.Option(metavar="N,N,...", help="Context lengths in tokens.", show_default="train.seq_len")
     ] = None,
     samples: Annotated[
         int, typer.Option(metavar="N", min=1, help="Questions for every length and every depth or level.")

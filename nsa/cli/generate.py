@@ -31,8 +31,7 @@ def generate(
         ),
     ] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="More prompts, one per line; empty lines are skipped."),
+        Path | None, typer.Option(metavar="FILE", help="More prompts, one per line; empty lines are skipped.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are messages of a user, which the run's chat template renders.")

@@ -10,10 +10,7 @@ from nsa.cli.output import say
 
 
 def import_(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Folder of a Hugging Face model.", show_default=False),
-    ],
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a Hugging Face model.", show_default=False)],
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="New folder to write.", show_default=False)],
     overrides: Annotated[list[str] | None, overrides_such_as("nsa.window=512")] = None,
     override: JoinedOverrides = None,

@@ -41,7 +41,7 @@ def memory(
     config: ConfigFile,
     overrides: Annotated[list[str] | None, overrides_such_as("train.seq_len=65536")] = None,
     override: JoinedOverrides = None,
-    nproc: Annotated[int, typer.Option("--nproc", metavar="N", help="Processes, one GPU each.")] = 1,
+    nproc: Annotated[int, typer.Option(metavar="N", help="Processes, one GPU each.")] = 1,
     card: Annotated[
         str | None,
         typer.Option(
@@ -52,8 +52,7 @@ def memory(
         ),
     ] = None,
     cache: Annotated[
-        int | None,
-        typer.Option("--cache", metavar="TOKENS", help="Also estimate the cache of sequences of this length."),
+        int | None, typer.Option(metavar="TOKENS", help="Also estimate the cache of sequences of this length.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -18,17 +18,15 @@ def ready(
     override: JoinedOverrides = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few steps; a GO does not clear a production run.")] = False,
     nproc: Annotated[
-        int | None,
-        typer.Option("--nproc", metavar="N", min=1, help="Processes; one per GPU when unset.", show_default=False),
+        int | None, typer.Option(metavar="N", min=1, help="Processes; one per GPU when unset.", show_default=False)
     ] = None,
     baseline: Annotated[
-        Path | None,
-        typer.Option("--baseline", metavar="FILE", help="readiness.json to compare with.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="readiness.json to compare with.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Folder of the reports and the runs of the phases; runs/NAME-ready when unset."
+            metavar="DIR", help="Folder of the reports and the runs of the phases; runs/NAME-ready when unset."
         ),
     ] = None,
     synthetic_on_fail: Annotated[

@@ -8,7 +8,7 @@ import typer
 
 def watch(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run.", show_default=False)],
-    every: Annotated[float, typer.Option("--every", min=0.1, metavar="SECONDS", help="Time between updates.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
 ) -> None:
     """Show a live or finished run: progress, loss, speed, gates, selection, and warnings.

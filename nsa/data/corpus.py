@@ -145,10 +145,7 @@ def key_of(text: str) -> int:
 
 
 def tokenise(
-    documents: Iterable[str],
-    tokenizer: Tokenizer,
-    skipped: Skipped | None = None,
-    progress: Progress | None = None,
+    documents: Iterable[str], tokenizer: Tokenizer, skipped: Skipped | None = None, progress: Progress | None = None
 ) -> Tokenised[TokenArray]:
     """Each batch of documents is a step of `progress`."""
     parts: list[TokenArray] = []

@@ -50,10 +50,6 @@ def uniform(count: int, seed: int, key: int) -> Uniform:
     return random_bits(count, seed, key).astype(np.float64) / 2**64
 
 
-def num_drawn(length: int) -> int:
-    return 3 + NUM_KEYS + 3 * length
-
-
 def scaled(uniform: Uniform, count: int) -> Numbers:
     """Numbers below `count`."""
     return (uniform * count).astype(np.int64)
@@ -68,7 +64,6 @@ class Parts:
     task = "pairs"
     version = 5  # of its training documents
     purpose = 0  # a part of the random key
-    num_drawn = staticmethod(num_drawn)
     signs: Sequence[str] = ()
 
     def __init__(self, tokenizer: Tokenizer):
@@ -87,6 +82,10 @@ class Parts:
         self.values, values = NUM_KEYS + np.flatnonzero(values == commonest), values[values == commonest]
         self.shortest_pair, self.longest_pair = (int(f(words) + f(values)) for f in (np.min, np.max))
         self.longest_word, self.shortest_filler = int(words.max()), int(filler.min())
+
+    @staticmethod
+    def num_drawn(length: int) -> int:
+        return 3 + NUM_KEYS + 3 * length
 
     def pairs(self, words: Uniform, values: Uniform, keys: int) -> Numbers:
         """Draws different words, each with a value [keys, 2]."""

@@ -14,22 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nsa.data import recall
 from nsa.data.recall import NUM_KEYS, PROMPTS, Numbers, Parts, Prompt, Uniform, uniform
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import ConfigError
 
 
-def num_drawn(length: int) -> int:
-    return recall.num_drawn(length) + 3 * NUM_KEYS
-
-
 class Task(Parts):
     """Statements and questions are rows of parts, -1 for none. The last part of a question is the answer."""
 
-    num_drawn = staticmethod(num_drawn)
     levels: Sequence[int] = ()  # of difficulty, in prompts
     unit = ""  # of the levels
+
+    @staticmethod
+    def num_drawn(length: int) -> int:
+        return Parts.num_drawn(length) + 3 * NUM_KEYS
 
     def most_tokens(self, level: int) -> int:
         """Of the statements and the question of a prompt."""
@@ -151,7 +149,7 @@ class TaskPrompts:
         return [[number] for _ in range(samples) for number in range(self.num_depths)]
 
     def make(self, depths: Sequence[int], number: int) -> Prompt:
-        draw = uniform(num_drawn(self.length), number, PROMPTS | self.length << 2 | self._task.purpose)
+        draw = uniform(self._task.num_drawn(self.length), number, PROMPTS | self.length << 2 | self._task.purpose)
         statements, question = self._task.prompt(self.length, self.levels[depths[0]], draw)
         text = self._task.spread(statements, question, self.length - 1, draw)
         separator = np.array([self.tokenizer.separator], dtype=text.dtype)

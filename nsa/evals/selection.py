@@ -8,6 +8,7 @@ without such queries, and a dense layer, reads everything.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,18 +18,6 @@ from nsa.nn.attention import Attention, DenseAttention, attention_layers
 from nsa.nn.model import Decoder
 from nsa.ops.observe import observing
 from nsa.record.attention_stats import quality_numbers
-
-
-class _Calls:
-    """The calls of selected attention in a layer."""
-
-    failures = 0
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Any, ...]] = []
-
-    def read(self, *call: Any) -> None:
-        self.waiting.append(call)
 
 
 @contextmanager
@@ -43,17 +32,18 @@ def selection_by_layer(model: Decoder) -> Iterator[list[dict[str, Any]]]:
         raise ConfigError("--selection: no layer of the model selects blocks; evaluate a model with nsa or msa layers")
     device = model.head.weight.device
     sums = {name: torch.zeros(3, dtype=torch.float64, device=device) for name in names.values()}
-    calls, rows = _Calls(), list[dict[str, Any]]()
+    calls, rows = list[tuple[Any, ...]](), list[dict[str, Any]]()  # of selected attention in a layer; the result
+    observer = SimpleNamespace(failures=0, read=lambda *call: calls.append(call))
 
     def add(layer: Attention, *_: Any) -> None:
         with torch.autocast(device.type, enabled=False):
-            for call in calls.waiting:
+            for call in calls:
                 sums[names[layer]] += quality_numbers(*call)
-        calls.waiting.clear()
+        calls.clear()
 
     hooks = [layer.register_forward_hook(add) for layer in names]
     try:
-        with observing(calls):
+        with observing(observer):
             yield rows
     finally:
         for hook in hooks:

@@ -110,11 +110,7 @@ def as_transformers_model(run: TrainedRun, package: str | None = None) -> NSAFor
 
 def _special_tokens(run: TrainedRun) -> dict[str, Any]:
     separator, ends = run.tokenizer.separator, list(run.tokenizer.ends)
-    return {
-        "bos_token_id": separator,
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        "pad_token_id": separator,
-    }
+    return {"bos_token_id": separator, "eos_token_id": ends[0] if len(ends) == 1 else ends, "pad_token_id": separator}
 
 
 def _save_stock(run: TrainedRun, folder: Path, form: stock.Form) -> None:

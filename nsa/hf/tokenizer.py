@@ -17,33 +17,29 @@ from nsa.data.tokenizers import END_OF_TEXT, GPT2Tokenizer, JsonTokenizer, Token
 
 def fast_tokenizer(tokenizer: Tokenizer, max_length: int, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     with library_errors(f"{tokenizer.name}: transformers cannot use this tokenizer.json"):
-        return _fast_tokenizer(tokenizer, max_length, chat_template)
-
-
-def _fast_tokenizer(tokenizer: Tokenizer, max_length: int, chat_template: str | None) -> PreTrainedTokenizerFast:
-    if isinstance(tokenizer, JsonTokenizer):
-        backend = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-    else:
-        backend = _byte_level(tokenizer)
-    separator, end = special_texts(tokenizer)
-    backend.encode_special_tokens = chat_template is None
-    backend.post_processor = processors.TemplateProcessing(
-        single="SEPARATOR $A",  # its text could have a meaning in a template
-        pair="SEPARATOR $A SEPARATOR $B",
-        special_tokens=[{"id": "SEPARATOR", "ids": [tokenizer.separator], "tokens": [separator]}],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=separator,
-        eos_token=end,
-        pad_token=separator,
-        # Text never becomes a special token, unless a chat template writes special tokens as text.
-        split_special_tokens=chat_template is None,
-        chat_template=chat_template,
-        model_max_length=max_length,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+        if isinstance(tokenizer, JsonTokenizer):
+            backend = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        else:
+            backend = _byte_level(tokenizer)
+        separator, end = special_texts(tokenizer)
+        backend.encode_special_tokens = chat_template is None
+        backend.post_processor = processors.TemplateProcessing(
+            single="SEPARATOR $A",  # its text could have a meaning in a template
+            pair="SEPARATOR $A SEPARATOR $B",
+            special_tokens=[{"id": "SEPARATOR", "ids": [tokenizer.separator], "tokens": [separator]}],
+        )
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            bos_token=separator,
+            eos_token=end,
+            pad_token=separator,
+            # Text never becomes a special token, unless a chat template writes special tokens as text.
+            split_special_tokens=chat_template is None,
+            chat_template=chat_template,
+            model_max_length=max_length,
+            padding_side="left",
+            clean_up_tokenization_spaces=False,
+        )
 
 
 def _byte_level(tokenizer: Tokenizer) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError
 from nsa.nn.attention import Attention
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_feed_forward
+from nsa.nn.decode_step import fused_attention, fused_feed_forward
 from nsa.nn.loss import is_long
 from nsa.nn.projection import compute_dtype, has_hooks, is_bare, is_plain
 from nsa.ops.library import refuse_tangents
@@ -36,8 +36,7 @@ class SwiGLU(nn.Module):
         # One copy for both products: autocast would make and keep two. The gradients of both are added in its dtype.
         x_BSC = x_BSC.to(compute_dtype(x_BSC))
         # Two products: from a joined one, torch.compile would write the gradients of gate and up more slowly.
-        y: Tensor = self.out(gated(self.gate(x_BSC), self.up(x_BSC), self.activation))
-        return y
+        return self.out(gated(self.gate(x_BSC), self.up(x_BSC), self.activation))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
@@ -130,7 +129,7 @@ class DecoderBlock(nn.Module):
         """x + attention(norm(x)) for a few new tokens in few launches; None if the modules must be called."""
         attention = self.attention
         if isinstance(cache, CacheStep) and isinstance(attention, Attention) and is_bare(attention, type(attention)):
-            return attention.fused(x_BSC, cache, self.attention_norm)
+            return fused_attention(attention, x_BSC, cache, self.attention_norm)
         return None
 
     def _fused_feed_forward(self, x_BSC: Tensor, cache: CacheStep | None) -> Tensor | None:
@@ -145,8 +144,7 @@ class DecoderBlock(nn.Module):
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
         if type(mlp) is not SwiGLU or not is_ours or has_hooks(mlp) or has_hooks(norm):
-            y_BSC: Tensor = call(self._recomputed_part(), mlp, norm(x_BSC))
-            return y_BSC
+            return call(self._recomputed_part(), mlp, norm(x_BSC))
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
-        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)  # type: ignore[no-any-return]
+        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)

@@ -27,11 +27,13 @@ from nsa.ops.dispatch import Backend
 from nsa.ops.fused_step import MOST_TOKENS, Gate, Source, step_kernels
 
 
-def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None) -> Tensor | None:
+def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
     """layer(x) of an attention layer in few launches, or with a `norm`, x + layer(norm(x))."""
     is_expected = x_BnC.shape == (*step.positions.shape, layer.dim) and x_BnC.device == step.positions.device
     is_expected = is_expected and x_BnC.dtype == step.cache.dtype
-    if step.is_fresh or x_BnC.shape[1] > step.cache.slack or not is_expected or not _is_short(x_BnC, layer.backend):
+    if not layer.has_fused_step or step.is_fresh or x_BnC.shape[1] > step.cache.slack:
+        return None
+    if not is_expected or not _is_short(x_BnC, layer.backend):
         return None
     keys, values, key_norms = (listed(modules) for modules in (layer.k, layer.v, layer.k_norm))
     linears, gate = [layer.q, *keys, *values], getattr(layer, "gate", None)
@@ -41,7 +43,7 @@ def fused_attention(layer: Any, x_BnC: Tensor, step: CacheStep, norm: nn.Module 
         linears += [layer.index_q, layer.index_k]
         head_norms += [layer.index_q_norm, layer.index_k_norm]
     if gate is not None:
-        if not is_bare(gate, BranchGate) or gate.out.bias is None:
+        if layer.force_branch is not None or not is_bare(gate, BranchGate) or gate.out.bias is None:
             return None
         linears.append(gate.hidden)
     others = [layer.out] if gate is None else [layer.out, gate.out]

@@ -38,8 +38,7 @@ def selected_attention(
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
     check_ints("indices", indices, "[B, S, G, num_selected]", wanted, q)
     refuse_tangents("selected_attention", q, k, v)
-    o: Tensor = selected_node(q, k, v, indices, spec.sel_block, cu_seqlens, q_offset, backend)[0]
-    return o
+    return selected_node(q, k, v, indices, spec.sel_block, cu_seqlens, q_offset, backend)[0]
 
 
 def _attend(

@@ -39,13 +39,8 @@ def index_blocks(
     """
     check_sequence("index_q", index_q, cu_seqlens)
     _check_index_keys(index_k, index_q, sequence_length(index_q, q_offset))
-
-    def compute() -> Tensor:
-        sizes = spec.as_ints()
-        indices: Tensor = index_node(index_q.detach(), index_k.detach(), sizes, cu_seqlens, q_offset, backend)
-        return indices
-
-    return selection_cache.select(compute)
+    arguments = (index_q.detach(), index_k.detach(), spec.as_ints(), cu_seqlens, q_offset, backend)
+    return selection_cache.select(lambda: index_node(*arguments))
 
 
 def msa_attention(
@@ -143,10 +138,9 @@ def _lose(
     kernels = dispatch.choose("index_loss", backend, q, index_q, count=True)
     if indices is not None:
         notify("attended", q, k, lse, counted, cu_seqlens, q_offset)
-    found: tuple[Tensor, Tensor, Tensor] = kernels.loss(
+    return kernels.loss(
         index_q, index_k, q, k, lse, indices, counted, block, cu_seqlens, q_offset=q_offset, has_grads=has_grads
     )
-    return found
 
 
 def _loss_shapes(

@@ -69,14 +69,8 @@ def cached_selection(
     backend: str | None = None,
 ) -> Tensor:  # fmt: skip
     """`select_blocks` without checks; a recomputation returns the blocks of the forward pass."""
-
-    def compute() -> Tensor:
-        indices: Tensor = select_node(
-            q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, q_offset, backend
-        )
-        return indices
-
-    return selection_cache.select(compute)
+    arguments = (q.detach(), k_cmp.detach(), lse.detach(), spec.as_ints(), cu_seqlens, q_offset, backend)
+    return selection_cache.select(lambda: select_node(*arguments))
 
 
 def window_attention(
@@ -96,8 +90,7 @@ def window_attention(
     check_sequence("q", q, cu_seqlens)
     check_pair("k", k, "v", v, q, sequence_length(q, q_offset))
     refuse_tangents("window_attention", q, k, v)
-    o: Tensor = window_node(q, k, v, spec.window, cu_seqlens, q_offset, backend)[0]
-    return o
+    return window_node(q, k, v, spec.window, cu_seqlens, q_offset, backend)[0]
 
 
 def num_cmp_keys(q: Tensor, spec: NSASpec, cu_seqlens: Tensor | None, q_offset: int) -> int:

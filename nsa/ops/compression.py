@@ -21,8 +21,7 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
     """
     check_sequence("x", x, cu_seqlens)
     refuse_tangents("mean_blocks", x)
-    y: Tensor = mean_node(x, spec.as_ints(), cu_seqlens, backend)
-    return y
+    return mean_node(x, spec.as_ints(), cu_seqlens, backend)
 
 
 def compress_contract(
@@ -39,8 +38,7 @@ def compress_contract(
         )
     check_like("weight", weight, x, "x")
     refuse_tangents("contract_blocks", x, weight)
-    y: Tensor = contract_node(x, weight, spec.as_ints(), cu_seqlens, backend)
-    return y
+    return contract_node(x, weight, spec.as_ints(), cu_seqlens, backend)
 
 
 def _mean(x: Tensor, spec: Sequence[int], cu_seqlens: Tensor | None, backend: str | None) -> Tensor:

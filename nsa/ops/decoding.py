@@ -86,11 +86,9 @@ def nsa_decode(
                 f"{name}.v",
                 f"must have sel.v's heads and head size {list(sel.v.shape[2:])}, got {list(kv.v.shape[2:])}",
             )
-    o: Tensor
-    o, _ = nsa_decode_node(
+    return nsa_decode_node(
         q.detach(), gates.detach(), *_tensors(cmp), *_tensors(sel), *_tensors(win), positions, spec.as_ints(), backend
-    )
-    return o
+    )[0]
 
 
 def msa_decode(
@@ -124,12 +122,10 @@ def msa_decode(
     check_like("index_keys", index_keys, q, "q")
     if page % spec.block:
         raise ArgumentError("kv.k", f"a page must hold whole blocks of {spec.block} tokens, got {page} tokens")
-    o: Tensor
-    o, _ = msa_decode_node(
-        q.detach(), index_q.detach(), kv.k.detach(), kv.v.detach(), index_keys.detach(), kv.table, positions,
-        spec.as_ints(), backend,
-    )  # fmt: skip
-    return o
+    k, v, table = _tensors(kv)
+    return msa_decode_node(
+        q.detach(), index_q.detach(), k, v, index_keys.detach(), table, positions, spec.as_ints(), backend
+    )[0]
 
 
 def paged_attention(
@@ -144,8 +140,7 @@ def paged_attention(
     if window is not None and window < 1:
         raise ArgumentError("window", f"must be None or at least 1, got {window}")
     _check_cache("kv", kv, q, window)
-    o: Tensor = paged_node(q.detach(), *_tensors(kv), positions, window, backend)
-    return o
+    return paged_node(q.detach(), *_tensors(kv), positions, window, backend)
 
 
 def _tensors(kv: PagedKV | RingKV) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ def forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, out: Tensor, eps:
     products."""
     x_TC, joined = x.reshape(-1, x.shape[-1]), torch.cat([gate, up])
     y_TC = x_TC.new_empty(x_TC.shape, dtype=out.dtype)
-    passes = _passes(x, out, count=True)
+    passes = dispatch.choose("mlp", None, x, out, count=True)  # everything except the products
     for rows in _rows(x_TC):
         hidden = passes.normalize(x_TC[rows], norm, eps, out.dtype) @ joined.T
         torch.matmul(passes.activate(hidden, activation), out.T, out=y_TC[rows])
@@ -39,7 +39,7 @@ def backward(
     dx = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     weights = (norm, joined, out)
     sums = [w.new_zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-    passes = _passes(x, out, count=False)
+    passes = dispatch.choose("mlp", None, x, out, count=False)
     for rows in _rows(x_TC):
         _backward_rows(passes, dx[rows], sums, dy_TC[rows].to(out.dtype), x_TC[rows], weights, eps, activation)
     dnorm, djoined, dout = (total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
@@ -84,11 +84,6 @@ def backward_workspace(
     weights = gate.numel() * (3 * 4 - out.element_size())
     masks = 0 if activation == "swiglu" else tokens * width
     return masks + weights + tokens * (out.element_size() * (channels + 8 * width) + 4 * channels)
-
-
-def _passes(x: Tensor, out: Tensor, *, count: bool) -> Any:
-    """The backend of everything except the products."""
-    return dispatch.choose("mlp", None, x, out, count=count)
 
 
 def _rows(x_TC: Tensor) -> Iterator[slice]:

@@ -70,13 +70,11 @@ def nsa_attention(
         o_sel, lse_sel = selected_node(q, k_sel, v_sel, indices, spec.sel_block, cu_seqlens, q_offset, sel)
         o_win, lse_win = window_node(q, k_win, v_win, spec.window, cu_seqlens, near, win)
     if together:
-        mixed: Tensor = mix_attention_node(
+        return mix_attention_node(
             q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win, indices,
             sizes, cu_seqlens, cmp, sel, win, mix,
         )  # fmt: skip
-    else:
-        mixed = mix_node(o_cmp, o_sel, o_win, gates, mix)
-    return mixed
+    return mix_node(o_cmp, o_sel, o_win, gates, mix)
 
 
 def _mix(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, gates: Tensor, backend: str | None) -> Tensor:

@@ -24,8 +24,7 @@ def token_positions(tokens: int, cu_seqlens: Tensor | None, device: torch.device
     """The position of every token in its document: [S]."""
     if cu_seqlens is None:
         return token_layout(tokens, None, device).position
-    in_document: Tensor = _packed_positions(cu_seqlens, tokens)
-    return in_document
+    return _packed_positions(cu_seqlens, tokens)
 
 
 # Copies: compiled code may write to the result of a node, and the cached layout must not be modified.

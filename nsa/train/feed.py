@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +27,8 @@ class Feed:
     any later wait, with `WaitStopped`. Ranks of a larger run finish their step, because the others wait for them.
     """
 
-    def __init__(self, state: RunState, folder: Path, micro_batch: int, monitor: Monitor, stop: StopRequest):
-        self.config, self.state, self.folder = state.config, state, folder
+    def __init__(self, state: RunState, micro_batch: int, monitor: Monitor, stop: StopRequest):
+        self.config, self.state, self.folder = state.config, state, monitor.folder
         self.micro_batch, self.monitor, self.stop = micro_batch, monitor, stop
         self.passes = self.config.train.batch_size // (micro_batch * state.world.data_size)
         self.fallback: str | None = None  # why the run trains on synthetic text

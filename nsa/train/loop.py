@@ -24,15 +24,7 @@ from nsa.config import Config
 from nsa.data.loader import Batch
 from nsa.data.tokenizers import tokenizer_for
 from nsa.data.waiting import WaitStopped
-from nsa.errors import (
-    ConfigError,
-    DataError,
-    Interrupted,
-    LaunchError,
-    OutOfMemoryError,
-    Preempted,
-    printable,
-)
+from nsa.errors import ConfigError, DataError, Interrupted, LaunchError, OutOfMemoryError, Preempted, printable
 from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
@@ -163,7 +155,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
             state = build_state(config, tokenizer_for(config.data), world, monitor.tracer, initialize=is_new)
             state.teacher = load_teacher(state)
             state.graphs = plan_graphs(config, world, micro_batch)
-            session = Session(folder, state, micro_batch, monitor, stop, options)
+            session = Session(state, micro_batch, monitor, stop, options)
             with monitor.console:
                 while session.step < config.train.steps:
                     step(session)
@@ -188,17 +180,10 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
 class Session:
     """A run that is ready for its next step: resumed or new, with open data and files."""
 
-    def __init__(
-        self,
-        folder: Path,
-        state: RunState,
-        micro_batch: int,
-        monitor: Monitor,
-        stop: StopRequest,
-        options: StartOptions,
-    ):
+    def __init__(self, state: RunState, micro_batch: int, monitor: Monitor, stop: StopRequest, options: StartOptions):
         config = self.config = state.config
-        self.folder, self.state, self.micro_batch = folder, state, micro_batch
+        folder = self.folder = monitor.folder
+        self.state, self.micro_batch = state, micro_batch
         self.monitor, self.stop = monitor, stop
         seed_generators(config.train.seed, state.world.rank)
         monitor.beat(0, "restore")
@@ -206,7 +191,7 @@ class Session:
         if not options.fresh:
             resumed = resume(state, folder, monitor, accept_changes=options.accept_changes)
         monitor.beat(self.step, "data")
-        self.feed = Feed(state, folder, micro_batch, monitor, stop)
+        self.feed = Feed(state, micro_batch, monitor, stop)
         self.feed.open(synthetic_on_fail=options.synthetic_on_fail, accept_changes=options.accept_changes)
         monitor.beat(self.step, "start")
         monitor.claim.check(state.world)  # the source may have taken long to open

@@ -144,11 +144,7 @@ class Validation:
 
 @torch.no_grad()
 def validate(
-    state: RunState,
-    loader: Loader,
-    sequences: int,
-    micro_batch: int,
-    progressed: Callable[[], None] = lambda: None,
+    state: RunState, loader: Loader, sequences: int, micro_batch: int, progressed: Callable[[], None] = lambda: None
 ) -> Validation:
     """The mean loss over the first `sequences` validation sequences, which are divided among the ranks.
 

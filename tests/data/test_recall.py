@@ -8,7 +8,7 @@ import pytest
 
 from nsa.config import parse_config
 from nsa.data.build import build_data
-from nsa.data.recall import FILLER, RAMP, WORDS, Parts, Prompts, RecallSequences, num_drawn
+from nsa.data.recall import FILLER, RAMP, WORDS, Parts, Prompts, RecallSequences
 from nsa.data.sequences import random_bits
 from nsa.data.tokenizers import ByteTokenizer
 from nsa.errors import ConfigError, DataError
@@ -21,7 +21,7 @@ def pairs_of(text):
 def test_every_question_has_the_answer_its_document_gave_at_any_distance(tokenizers):
     parts, distances, far, num_keys, has_filler = Parts(tokenizers["bytes"]), [], [], [], []
     for number in range(80):
-        text = bytes(parts.document(4096, random_bits(num_drawn(4096), 0, number) / 2**64).tolist()).decode()
+        text = bytes(parts.document(4096, random_bits(Parts.num_drawn(4096), 0, number) / 2**64).tolist()).decode()
         assert len(text) == 4096
         values, places = {}, {}
         for found in re.finditer(r" ([a-z]+)([0-9]{2})", text):

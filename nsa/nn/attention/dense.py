@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from nsa.nn.attention.gathered import Gathered, WindowCall, attend_gathered, plan
+from nsa.nn.attention.gathered import WINDOW, Gathered, GatheredCall, attend_gathered, plan
 from nsa.nn.attention.layer import Attention, Exchange
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import project_heads
 from nsa.nn.rope import RopeScaling, rotary_tables, rotate
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class DenseAttention(Attention):
+class DenseAttention(Attention, has_fused_step=True):
     """Causal softmax attention on [B, S, dim] through PyTorch's fused kernels.
 
     dim            width of input and output
@@ -74,19 +73,14 @@ class DenseAttention(Attention):
         return cls(**cls.settings(config, backend))
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         position_S = token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
         if step is not None:
             write(step, step.layer(self).writes(keys, values))
         o_BSHV = self.attend(q_BSHK, keys[0], values[0], cu_seqlens, max_seqlen)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def attend(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -110,9 +104,6 @@ class DenseAttention(Attention):
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK], keys, values
 
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        return fused_attention(self, x_BnC, step, norm) if type(self) is DenseAttention else None
-
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
         return paged_attention(queries[0], view, step.positions, backend=backend)
@@ -122,11 +113,11 @@ class DenseAttention(Attention):
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         here = plan(x_BSC, cu_seqlens, context)
-        call = WindowCall(context, here, backend_of("win", self.backend), context.size * x_BSC.shape[1])
+        window = {"window": context.size * x_BSC.shape[1]}
+        call = GatheredCall(WINDOW, window, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV, _ = attend_gathered(Gathered(k_BSGK, v_BSGV, call), q_BSHK, k_BSGK, v_BSGV)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def forward_flops(self, seq_len: int) -> float:
         return self.dense_flops(seq_len)

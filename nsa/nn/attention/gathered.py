@@ -10,7 +10,7 @@ Legend: B batch, S tokens of this rank, H query heads, G key/value heads, K/V he
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,11 +75,14 @@ def chunk_places(size: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GatheredCall:
-    """The non-tensor arguments of one attention operator over the keys of whole sequences. A subclass has the nodes of
-    the operator, forward and backward, and their further arguments."""
+    """One attention operator over the keys of whole sequences.
 
-    nodes: ClassVar[tuple[Any, Any]]
+    nodes      the operator and its backward, such as SELECTED
+    settings   their arguments besides tensors, documents and backend
+    """
 
+    nodes: tuple[Any, Any]
+    settings: dict[str, Any]
     context: Exchange
     plan: Plan
     backend: str | None
@@ -101,23 +104,11 @@ class GatheredCall:
         """The number of keys of the sequence up to the end of a chunk."""
         return half.stop
 
-    def options(self, half: Half) -> dict[str, Any]:
-        """The arguments that all operators share."""
-        return {"cu_seqlens": half.borders, "q_offset": half.first, "backend": self.backend}
-
-    def settings(self, indices: Tensor | None) -> dict[str, Any]:
-        """The arguments of this operator alone."""
-        raise NotImplementedError
-
-    def forward(self, half: Half, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, lse = self.nodes[0](q, k, v, **self.settings(indices), **self.options(half))
-        return o, lse
-
-    def backward(
-        self, half: Half, do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, o: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self.nodes[1](do, q, k, v, o=o, lse=lse, **self.settings(indices), **self.options(half))
-        return dq, dk, dv
+    def options(self, half: Half, indices: Tensor | None) -> dict[str, Any]:
+        """The arguments of both nodes for a chunk; `indices` [B, S, G, n] are the blocks that its queries read."""
+        chosen = {} if indices is None else {"indices": indices[:, half.rows]}
+        where = {"cu_seqlens": half.borders, "q_offset": half.first, "backend": self.backend}
+        return {**self.settings, **chosen, **where}
 
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         """The blocks selected by the attention just computed; None if the operator does not select."""
@@ -126,30 +117,11 @@ class GatheredCall:
     def scatter(self, grad: Tensor, local: int) -> Tensor:
         """Reorders the gradient [T, B, ...] of keys to the order in which they were gathered, `local` keys per rank."""
         place = self.place
-        spread: Tensor = grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
-        return spread
+        return grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
 
 
-@dataclass(frozen=True)
-class SelectedCall(GatheredCall):
-    nodes = selected_node, selected_backward_node
-
-    block: int
-
-    def settings(self, indices: Tensor | None) -> dict[str, Any]:
-        return {"indices": indices, "block": self.block}
-
-
-@dataclass(frozen=True)
-class WindowCall(GatheredCall):
-    """Window attention; a window as long as the sequence is causal attention."""
-
-    nodes = window_node, window_backward_node
-
-    window: int
-
-    def settings(self, indices: Tensor | None) -> dict[str, Any]:
-        return {"window": self.window}
+SELECTED = selected_node, selected_backward_node
+WINDOW = window_node, window_backward_node  # a window as long as the sequence is causal attention
 
 
 class Gathered:
@@ -194,8 +166,7 @@ def attend_gathered(
     """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
     the operator selects, or None. `attended` is called in the forward pass after the attention of each chunk and each
     part of the heads."""
-    o, blocks = _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
-    return o, blocks
+    return _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
 
 
 class _AttendGathered(torch.autograd.Function):
@@ -212,9 +183,9 @@ class _AttendGathered(torch.autograd.Function):
             mine = slice(part.start * per_group, part.stop * per_group)
             for half in call.plan.halves:
                 rows, stop = half.rows, call.num_keys(half)
-                chosen = None if indices is None else indices[:, rows, part]
                 given = q[:, rows, mine], k_T[:, :stop]
-                o[:, rows, mine], lse_half = call.forward(half, *given, v_T[:, :stop], chosen)
+                options = call.options(half, None if indices is None else indices[:, :, part])
+                o[:, rows, mine], lse_half = call.nodes[0](*given, v_T[:, :stop], **options)
                 lse[:, rows, mine] = lse_half
                 if attended is not None:
                     attended(half, part, *given, lse_half)
@@ -242,9 +213,10 @@ class _AttendGathered(torch.autograd.Function):
             total = q.new_zeros(sizes, dtype=accumulation_dtype(q.dtype))
             for half in call.plan.halves:
                 rows, stop = half.rows, call.num_keys(half)
-                chosen = None if indices is None else indices[:, rows, part]
-                given = q[:, rows, mine], k_T[:, :stop], v_T[:, :stop], chosen, o[:, rows, mine], lse[:, rows, mine]
-                dq[:, rows, mine], dk_T, dv_T = call.backward(half, do[:, rows, mine], *given)
+                given = do[:, rows, mine], q[:, rows, mine], k_T[:, :stop], v_T[:, :stop]
+                options = call.options(half, None if indices is None else indices[:, :, part])
+                options |= {"o": o[:, rows, mine], "lse": lse[:, rows, mine]}
+                dq[:, rows, mine], dk_T, dv_T = call.nodes[1](*given, **options)
                 total[:stop, ..., : k.shape[3]] += dk_T.transpose(0, 1)
                 total[:stop, ..., k.shape[3] :] += dv_T.transpose(0, 1)
                 del dk_T, dv_T
@@ -272,14 +244,14 @@ def with_halos(k: Tensor, v: Tensor, width: int, context: Exchange) -> list[tupl
     return halves
 
 
-def attend_halos(q: Tensor, pairs: list[tuple[Tensor, Tensor]], call: WindowCall) -> Tensor:
+def attend_halos(q: Tensor, pairs: list[tuple[Tensor, Tensor]], call: GatheredCall) -> Tensor:
     """Window attention of both chunks over keys and values with their halos."""
     outputs = []
     for half, (k_half, v_half) in zip(call.plan.halves, pairs, strict=True):
         before = k_half.shape[1] - (half.stop - half.first)
         borders = None if half.borders is None else _borders_from(half, half.first - before)
-        options = {"window": call.window, "cu_seqlens": borders, "q_offset": before, "backend": call.backend}
-        outputs.append(window_node(q[:, half.rows], k_half, v_half, **options)[0])
+        options = {**call.settings, "cu_seqlens": borders, "q_offset": before, "backend": call.backend}
+        outputs.append(call.nodes[0](q[:, half.rows], k_half, v_half, **options)[0])
     return torch.cat(outputs, dim=1)
 
 

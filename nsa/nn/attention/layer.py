@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nsa.errors import ArgumentError, whole_number
 from nsa.nn.cache import KVCache, begin
 from nsa.nn.cache_step import CacheStep
+from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
@@ -56,14 +57,14 @@ class OperatorCase(NamedTuple):
 
     operator   its name in `nsa.ops.dispatch`
     inputs     by name
-    compute    the result of such inputs by a backend
+    compute    takes the inputs in this order, and `backend`; the result, or a tuple that begins with it
     like       queries and values for which a backend is chosen
     selects    the result is block indices; otherwise it has a gradient in every input
     """
 
     operator: str
     inputs: dict[str, Tensor]
-    compute: Callable[[dict[str, Tensor], str | None], Tensor]
+    compute: Callable[..., Any]
     like: tuple[Tensor, Tensor]
     selects: bool = False
 
@@ -86,7 +87,7 @@ class Attention(nn.Module):
         attend_context     attention under context parallelism, which is refused unless a kind implements it
         attend_chunk       attention of many new tokens by the operators of whole sequences; without it, `attend_cached`
                            computes them
-        fused              a decoding step in few launches
+        has_fused_step     whether `nsa.nn.decode_step` computes a step of the layer; subclasses do not inherit it
         page_multiple      a page of the cache holds a multiple of this many tokens
         completes          whether new tokens cause work besides writing and attending
         statistics         which of "gates", "selection" and "mass" the operators of the layer report to an observer; a
@@ -108,7 +109,12 @@ class Attention(nn.Module):
     out: nn.Module
     page_multiple = 1
     statistics: frozenset[str] = frozenset()
+    has_fused_step = False
     context: Exchange | None = None  # set under context parallelism
+
+    def __init_subclass__(cls, *, has_fused_step: bool = False, **options: Any):
+        super().__init_subclass__(**options)
+        cls.has_fused_step = has_fused_step
 
     def __init__(
         self,
@@ -202,11 +208,7 @@ class Attention(nn.Module):
         return self.attend_whole(x_BSC, cu_seqlens, max_seqlen)
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         raise NotImplementedError
 
@@ -232,11 +234,6 @@ class Attention(nn.Module):
 
         The new tokens are in the cache already."""
         raise NotImplementedError
-
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        """layer(x) of new tokens in few launches, or with a `norm`, x + layer(norm(x)). None if the modules must be
-        called (`nsa.nn.decode_step`)."""
-        return None
 
     def completes(self, start: int, stop: int) -> bool:
         """Whether tokens start .. stop of a sequence cause work besides writing and attending."""
@@ -324,8 +321,8 @@ class Attention(nn.Module):
         """The output for tokens that are appended to a cache."""
         step = begin(cache, self, x_BnC, cu_seqlens)
         if step.is_fresh:
-            return self.attend_whole(x_BnC, step=step)
-        fused_BnC = self.fused(x_BnC, step)
+            return self.attend_whole(x_BnC, None, None, step)
+        fused_BnC = fused_attention(self, x_BnC, step)
         if fused_BnC is not None:
             return fused_BnC
         queries, keys, values = self.read_tokens(x_BnC, step.rotary(*self.rotary))
@@ -340,8 +337,7 @@ class Attention(nn.Module):
             o_BnHV = o_BnHV.new_zeros(*x_BnC.shape[:2], *o_BnHV.shape[2:])
             for (rows, part), o in zip(parts, outputs, strict=True):
                 o_BnHV[rows, : part.positions.shape[1]] = o
-        y_BnC: Tensor = self.out(o_BnHV.flatten(2))
-        return y_BnC
+        return self.out(o_BnHV.flatten(2))
 
     def _attend_part(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor], step: CacheStep) -> Tensor:
         """Writes new tokens to the cache and attends: [B, n, H, V]."""

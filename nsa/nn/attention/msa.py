@@ -20,7 +20,6 @@ from nsa.nn.attention.layer import Exchange, OperatorCase, check_chunks, head_si
 from nsa.nn.attention.msa_cache import MSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class MSAAttention(DenseAttention):
+class MSAAttention(DenseAttention, has_fused_step=True):
     """`DenseAttention` in which a learned index chooses the blocks that every query and group reads.
 
     spec           the sizes of blocks and selection (`MSASpec`); None: those of the published model, MSASpec()
@@ -120,11 +119,7 @@ class MSAAttention(DenseAttention):
         return self.out(o_BSHV.flatten(2)), kl_sum, queries
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
         q, (k,), (v,) = self.projections(x_BSC, tables)
@@ -133,8 +128,7 @@ class MSAAttention(DenseAttention):
             index = self.project_index(x_BSC, tables)
             if step is not None:
                 write(step, step.layer(self).writes([k, index[1].unsqueeze(2)], [v]))
-        out_BSC: Tensor = self.out(self._attend(q, k, v, index, cu_seqlens, max_seqlen).flatten(2))
-        return out_BSC
+        return self.out(self._attend(q, k, v, index, cu_seqlens, max_seqlen).flatten(2))
 
     def _reads_all(self, length: int, max_seqlen: int | None) -> bool:
         """Whether no query of such sequences chooses blocks."""
@@ -176,16 +170,13 @@ class MSAAttention(DenseAttention):
         index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
         return [q_BnHK, index_q_BnGE], [*keys, index_k_BnE.unsqueeze(2)], values
 
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        return fused_attention(self, x_BnC, step, norm) if type(self) is MSAAttention else None
-
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         q_BnHK, index_q_BnGE = queries
-        kv, index_keys = step.layer(self).views(step)
-        backend = decode_backend(self.backend)
+        kept, backend = step.layer(self), decode_backend(self.backend)
+        kv = kept.msa.view(step)
         if self.is_dense:
             return paged_attention(q_BnHK, kv, step.positions, backend=backend)
-        return msa_decode(q_BnHK, index_q_BnGE, kv, index_keys, step.positions, self.spec, backend=backend)
+        return msa_decode(q_BnHK, index_q_BnGE, kv, kept.index.k, step.positions, self.spec, backend=backend)
 
     def attend_chunk(self, queries: Sequence[Tensor], cached: Sequence[Tensor], step: CacheStep) -> Tensor:
         q_BnHK, index_q_BnGE = queries

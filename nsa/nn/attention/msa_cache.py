@@ -4,12 +4,8 @@ for all groups, in pages of the same numbers."""
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from nsa.nn.cache import KVCache
-from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache
-from nsa.ops.decoding import PagedKV
 from nsa.ops.fused_step import Heads, Write
 
 if TYPE_CHECKING:
@@ -26,7 +22,3 @@ class MSALayerCache(LayerCache):
         """The writes of keys, values and index keys; `keys` are both kinds of keys."""
         k, index_k = keys
         return [*self.msa.writes(k, values[0]), Write(index_k, self.index.k, is_ring=False, is_rotated=True)]
-
-    def views(self, step: CacheStep) -> tuple[PagedKV, Tensor]:
-        """Keys and values, and index keys, as `msa_decode` takes them."""
-        return PagedKV(self.msa.k, self.msa.v, step.table), self.index.k

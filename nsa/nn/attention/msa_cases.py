@@ -1,5 +1,6 @@
 """The operators of an MSA layer on random inputs, for a check of its kernels (`nsa.checks.kernels`)."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,33 +31,23 @@ def operator_cases(
     q, k = random(layer.num_heads, layer.head_dim_k), random(groups, layer.head_dim_k)
     v, index_q, index_k = random(groups, layer.head_dim_v), random(groups, layer.index_dim), random(layer.index_dim)
     borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
-    documents: dict[str, Any] = {"cu_seqlens": borders}
+    sizes: dict[str, Any] = {"spec": spec, "cu_seqlens": borders}
     counted = torch.ones(1, tokens, dtype=torch.bool, device=device)  # also queries that do not choose
-    indices = index_blocks(index_q.double(), index_k.double(), spec, backend="reference", **documents)
+    indices = index_blocks(index_q.double(), index_k.double(), backend="reference", **sizes)
     _, lse = selected_node(q.double(), k.double(), v.double(), indices, spec.block, borders, 0, "reference")
 
-    def index(t: dict[str, Tensor], by: str | None) -> Tensor:
-        return index_blocks(t["index_q"], t["index_k"], spec, backend=by, **documents)
-
-    def index_loss(t: dict[str, Tensor], by: str | None) -> Tensor:
-        own = t["index_q"].dtype
+    def index_loss(index_q: Tensor, index_k: Tensor, *, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+        own = index_q.dtype
         fixed = (q.to(own), k.to(own), lse.to(torch.float64 if own == torch.float64 else torch.float32))
-        kl: Tensor = index_loss_node(
-            t["index_q"], t["index_k"], *fixed, indices, counted, spec.block, borders, 0, torch.is_grad_enabled(), by
-        )[0]
-        return kl
+        settings = (indices, counted, spec.block, borders, 0, torch.is_grad_enabled(), backend)
+        return index_loss_node(index_q, index_k, *fixed, *settings)
 
-    def sel(t: dict[str, Tensor], by: str | None) -> Tensor:
-        return selected_attention(t["q"], t["k"], t["v"], indices, spec, backend=by, **documents)
-
-    def win(t: dict[str, Tensor], by: str | None) -> Tensor:  # dense attention, while the index warms up
-        o: Tensor = window_node(t["q"], t["k"], t["v"], tokens, borders, 0, by)[0]
-        return o
-
+    # Dense attention, while the index warms up.
+    win = partial(window_node, window=tokens, cu_seqlens=borders, q_offset=0)
     qkv, of_index = {"q": q, "k": k, "v": v}, {"index_q": index_q, "index_k": index_k}
     return [
-        OperatorCase("index", of_index, index, (index_q, index_q), selects=True),
+        OperatorCase("index", of_index, partial(index_blocks, **sizes), (index_q, index_q), selects=True),
         OperatorCase("index_loss", of_index, index_loss, (q, index_q)),
-        OperatorCase("sel", qkv, sel, (q, v)),
+        OperatorCase("sel", qkv, partial(selected_attention, indices=indices, **sizes), (q, v)),
         OperatorCase("win", qkv, win, (q, v)),
     ]

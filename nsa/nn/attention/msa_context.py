@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nsa.nn.attention.gathered import Gathered, GatheredCall, Half, SelectedCall, WindowCall, attend_gathered, plan
+from nsa.nn.attention.gathered import SELECTED, WINDOW, Gathered, GatheredCall, Half, attend_gathered, plan
 from nsa.nn.attention.layer import Exchange
 from nsa.nn.rope import rotary_tables
 from nsa.ops import index_blocks
@@ -37,9 +37,8 @@ def attend_context(
         index_q, index_k = layer.project_index(x_BSC, tables)
         index_k_T = _gather(index_k.detach(), here.chunk_place, context)
     q, (k,), (v,) = layer.projections(x_BSC, tables)
-    call: GatheredCall
     if chooses and not layer.is_dense:
-        call = SelectedCall(context, here, by["sel"], spec.block)
+        call = GatheredCall(SELECTED, {"block": spec.block}, context, here, by["sel"])
         gathered = Gathered(k, v, call)  # while blocks are chosen
         chosen = []
         for half in here.halves:
@@ -47,7 +46,7 @@ def attend_context(
             chosen.append(index_blocks(index_q[:, half.rows], index_k_T[:, : half.stop], spec, **options))
         indices = torch.cat(chosen, dim=1)
     else:
-        call = WindowCall(context, here, by["win"], length)
+        call = GatheredCall(WINDOW, {"window": length}, context, here, by["win"])
         gathered = Gathered(k, v, call)
     if chooses and counted is not None:
         counted = counted & (here.position >= spec.dense_tokens)
@@ -66,8 +65,7 @@ def attend_context(
 def _gather(index_k: Tensor, chunk_place: Tensor, context: Exchange) -> Tensor:
     """[B, S, E] of this rank -> [B, T, E] of the sequence."""
     gathered = context.gather(index_k.transpose(0, 1)).wait()
-    whole: Tensor = gathered.unflatten(0, (2 * context.size, -1))[chunk_place].flatten(0, 1)
-    return whole.transpose(0, 1)
+    return gathered.unflatten(0, (2 * context.size, -1))[chunk_place].flatten(0, 1).transpose(0, 1)
 
 
 class _IndexLosses:

@@ -19,7 +19,6 @@ from nsa.nn.attention.nsa_cache import NSALayerCache
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import decode_backend, write
 from nsa.nn.projection import project_heads
@@ -53,7 +52,7 @@ CHOICES = {
 DENSE_GATES = {"sigmoid": (-5.0, 2.0, -2.0), "softmax": (-5.0, 1.0, -1.0)}
 
 
-class NSAAttention(Attention):
+class NSAAttention(Attention, has_fused_step=True):
     """Causal Native Sparse Attention on [B, S, dim], a drop-in replacement for a decoder's self-attention.
 
     dim            width of input and output; need not equal num_heads * head size
@@ -148,11 +147,7 @@ class NSAAttention(Attention):
         return NSALayerCache(cache, self)
 
     def attend_whole(
-        self,
-        x_BSC: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        step: CacheStep | None = None,
+        self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
     ) -> Tensor:
         position_S, position_N = positions(x_BSC.shape[1], self.spec, cu_seqlens, x_BSC.device)
         q_BSHK, keys, values = self.projections(x_BSC, rotary_tables(position_S, *self.rotary))
@@ -167,18 +162,13 @@ class NSAAttention(Attention):
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
         gates_BSH3 = self.gate(x_BSC) if self.force_branch is None else None
         o_BSHV = self._attend(arguments, gates_BSH3, cu_seqlens)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def read_tokens(
         self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK, self.gate(x_BnC)], keys, values
-
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        is_ours = type(self) is NSAAttention and self.force_branch is None
-        return fused_attention(self, x_BnC, step, norm) if is_ours else None
 
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         """Compresses the blocks that new tokens complete, then attends."""

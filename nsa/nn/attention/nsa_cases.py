@@ -1,5 +1,6 @@
 """The operators of an NSA layer on random inputs, for a check of its kernels (`nsa.checks.kernels`)."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,43 +43,26 @@ def operator_cases(
     mixed = {name: random(1, tokens, layer.num_heads, layer.head_dim_v) for name in ("cmp", "sel", "win")}
     mixed["gates"] = random(1, tokens, layer.num_heads, 3).sigmoid()
     borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
-    documents: dict[str, Any] = {"cu_seqlens": borders}
+    sizes: dict[str, Any] = {"spec": spec, "cu_seqlens": borders}
     with torch.no_grad():
-        exact: dict[str, Any] = {**documents, "backend": "reference"}
-        k_cmp, v_cmp = (compress_mean(x.double(), spec, **exact).to(dtype) for x in (k, v))
-        _, lse = compressed_attention(q.double(), k_cmp.double(), v_cmp.double(), spec, **exact)
-        indices = select_blocks(q.double(), k_cmp.double(), lse, spec, **exact)
+        exact = {**sizes, "backend": "reference"}
+        k_cmp, v_cmp = (compress_mean(x.double(), **exact).to(dtype) for x in (k, v))
+        _, lse = compressed_attention(q.double(), k_cmp.double(), v_cmp.double(), **exact)
+        indices = select_blocks(q.double(), k_cmp.double(), lse, **exact)
 
-    def phi(t: dict[str, Tensor], by: str | None) -> Tensor:
-        if "weight" in t:
-            return compress_contract(t["x"], t["weight"], spec, backend=by, **documents)
-        return compress_mean(t["x"], spec, backend=by, **documents)
-
-    def cmp(t: dict[str, Tensor], by: str | None) -> Tensor:
-        return compressed_attention(t["q"], t["k"], t["v"], spec, backend=by, **documents)[0]
-
-    def select(t: dict[str, Tensor], by: str | None) -> Tensor:
-        wide = torch.float64 if t["q"].dtype == torch.float64 else torch.float32
-        return select_blocks(t["q"], t["k"], lse.to(wide), spec, backend=by, **documents)
-
-    def sel(t: dict[str, Tensor], by: str | None) -> Tensor:
-        return selected_attention(t["q"], t["k"], t["v"], indices, spec, backend=by, **documents)
-
-    def win(t: dict[str, Tensor], by: str | None) -> Tensor:
-        return window_attention(t["q"], t["k"], t["v"], spec, backend=by, **documents)
-
-    def mix(t: dict[str, Tensor], by: str | None) -> Tensor:
-        y: Tensor = mix_node(t["cmp"], t["sel"], t["win"], t["gates"], by)
-        return y
+    def select(q: Tensor, k: Tensor, *, backend: str | None) -> Tensor:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return select_blocks(q, k, lse.to(wide), backend=backend, **sizes)
 
     # "mean_mlp" is the sum of both, and the mean is the part with a kernel of its own.
-    compressed = {"x": k, "weight": weight} if type(layer.phi_k) is MLPCompressor else {"x": k}
+    contracts = type(layer.phi_k) is MLPCompressor
+    phi = partial(compress_contract if contracts else compress_mean, **sizes)
     qkv = {"q": q, "k": k, "v": v}
     return [
         OperatorCase("select", {"q": q, "k": k_cmp}, select, (q, k_cmp), selects=True),
-        OperatorCase("phi", compressed, phi, (q, v)),
-        OperatorCase("cmp", {"q": q, "k": k_cmp, "v": v_cmp}, cmp, (q, v)),
-        OperatorCase("sel", qkv, sel, (q, v)),
-        OperatorCase("win", qkv, win, (q, v)),
-        OperatorCase("mix", mixed, mix, (q, v)),
+        OperatorCase("phi", {"x": k, "weight": weight} if contracts else {"x": k}, phi, (q, v)),
+        OperatorCase("cmp", {"q": q, "k": k_cmp, "v": v_cmp}, partial(compressed_attention, **sizes), (q, v)),
+        OperatorCase("sel", qkv, partial(selected_attention, indices=indices, **sizes), (q, v)),
+        OperatorCase("win", qkv, partial(window_attention, **sizes), (q, v)),
+        OperatorCase("mix", mixed, mix_node, (q, v)),
     ]

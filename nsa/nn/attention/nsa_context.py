@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from nsa.nn.attention.gathered import (
+    SELECTED,
+    WINDOW,
     Gathered,
     GatheredCall,
     Half,
-    SelectedCall,
-    WindowCall,
     attend_gathered,
     attend_halos,
     chunk_places,
@@ -116,8 +116,6 @@ def _halo(first: int, stop: int, spec: NSASpec, cu_seqlens: Tensor | None) -> tu
 class CompressedCall(GatheredCall):
     """Compressed attention. If `selects`, the backend `select_backend` also selects blocks."""
 
-    nodes = compressed_node, compressed_backward_node
-
     spec: NSASpec
     slots: SlotPlan
     selects: bool
@@ -137,14 +135,11 @@ class CompressedCall(GatheredCall):
     def num_keys(self, half: Half) -> int:
         return num_slots(half.stop, self.spec, packed=half.borders is not None)
 
-    def settings(self, indices: Tensor | None) -> dict[str, Any]:
-        return {"spec": self.spec.as_ints()}
-
     def select(self, half: Half, q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
         if not self.selects:
             return None
-        options = {**self.options(half), "backend": self.select_backend}
-        return cached_selection(q, k, lse, self.spec, **options)
+        where: dict[str, Any] = {"cu_seqlens": half.borders, "q_offset": half.first}
+        return cached_selection(q, k, lse, self.spec, **where, backend=self.select_backend)
 
     def scatter(self, grad: Tensor, local: int) -> Tensor:
         # Unused slots may share a place with others.
@@ -170,14 +165,16 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
         k_slots, v_slots = _compress(layer.phi_k, keys, slots), _compress(layer.phi_v, values, slots)
         if layer.compress == "before_rotation":
             k_slots = rotate(k_slots, rotary_tables(slots.position.flatten(), *layer.rotary))
-        cmp = CompressedCall(context, here, by["cmp"], spec, slots, forced != "cmp", by["select"])
+        nodes = compressed_node, compressed_backward_node
+        arguments = (nodes, {"spec": spec.as_ints()}, context, here, by["cmp"])
+        cmp = CompressedCall(*arguments, spec, slots, forced != "cmp", by["select"])
         gathered_slots = Gathered(k_slots, v_slots, cmp)
         # Gathered while compressed attention is computed.
-        heads = (
-            Gathered(k_sel, v_sel, SelectedCall(context, here, by["sel"], spec.sel_block)) if forced != "cmp" else None
-        )
+        sel = GatheredCall(SELECTED, {"block": spec.sel_block}, context, here, by["sel"])
+        heads = Gathered(k_sel, v_sel, sel) if forced != "cmp" else None
         o_cmp, indices = attend_gathered(gathered_slots, q, k_slots, v_slots)
-    o_win = attend_halos(q, near, WindowCall(context, here, by["win"], spec.window)) if near else None
+    win = GatheredCall(WINDOW, {"window": spec.window}, context, here, by["win"])
+    o_win = attend_halos(q, near, win) if near else None
     if forced in (None, "sel"):
         assert heads is not None
         o_sel, _ = attend_gathered(heads, q, k_sel, v_sel, indices)
@@ -186,8 +183,7 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
     else:
         o_BSHV = {"cmp": o_cmp, "sel": o_sel, "win": o_win}[forced]
     assert isinstance(o_BSHV, Tensor)
-    out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
-    return out_BSC
+    return layer.out(o_BSHV.flatten(2))
 
 
 def _compress(phi: nn.Module, halves: Sequence[Tensor], plan: SlotPlan) -> Tensor:

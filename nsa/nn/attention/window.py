@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nsa.nn.attention.dense import DenseAttention
-from nsa.nn.attention.gathered import WindowCall, attend_halos, plan, with_halos
+from nsa.nn.attention.gathered import WINDOW, GatheredCall, attend_halos, plan, with_halos
 from nsa.nn.attention.layer import Exchange
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, decode_backend
 from nsa.nn.rope import rotary_tables
 from nsa.ops.branches import window_attention
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from nsa.config.architecture import Architecture
 
 
-class WindowAttention(DenseAttention):
+class WindowAttention(DenseAttention, has_fused_step=True):
     """`DenseAttention` in which a query reads the last `window` tokens, including its own."""
 
     def __init__(self, *sizes: int, window: int, **settings: Any):
@@ -50,20 +49,16 @@ class WindowAttention(DenseAttention):
         heads = (self.num_kv_heads, self.head_dim_k, self.head_dim_v)
         return LayerCache(window=cache.pool(self.window, *heads, is_ring=True))
 
-    def fused(self, x_BnC: Tensor, step: CacheStep, norm: nn.Module | None = None) -> Tensor | None:
-        return fused_attention(self, x_BnC, step, norm) if type(self) is WindowAttention else None
-
     def attend_cached(self, queries: Sequence[Tensor], step: CacheStep) -> Tensor:
         view, backend = step.layer(self).pool().view(step), decode_backend(self.backend)
         return paged_attention(queries[0], view, step.positions, window=self.window, backend=backend)
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
         here = plan(x_BSC, cu_seqlens, context)
-        call = WindowCall(context, here, backend_of("win", self.backend), self.window)
+        call = GatheredCall(WINDOW, {"window": self.window}, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV = attend_halos(q_BSHK, with_halos(k_BSGK, v_BSGV, self.window - 1, context), call)
-        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
-        return out_BSC
+        return self.out(o_BSHV.flatten(2))
 
     def forward_flops(self, seq_len: int) -> float:
         full = min(self.window, seq_len)  # queries up to this one read all tokens before them

@@ -36,26 +36,20 @@ def _scatter(dblocks: Tensor, tokens: int, spec: NSASpec, cu_seqlens: Tensor | N
     return dx.index_add_(1, token.flatten(), dblocks.flatten(1, 2))
 
 
-def _blocks_bytes(x: Tensor, spec: NSASpec) -> int:
-    """Estimated bytes of all blocks of x [B,S,G,D], in its dtype and in float32."""
+def mean_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
+    """Estimated bytes in addition to arguments and results: all blocks of x [B,S,G,D], in its dtype and in float32."""
     return x.numel() * compressed_overlap(spec) * (x.element_size() + 4)
 
 
-def mean_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
-    """Bytes in addition to arguments and results."""
-    return _blocks_bytes(x, spec)
-
-
 def mean_backward_workspace(dy: Tensor, spec: NSASpec, **_: Any) -> int:
-    return _blocks_bytes(dy, spec)
+    return mean_workspace(dy, spec)
 
 
-def contract_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
-    return _blocks_bytes(x, spec)
+contract_workspace = mean_workspace
 
 
 def contract_backward_workspace(x: Tensor, spec: NSASpec, **_: Any) -> int:
-    return 2 * _blocks_bytes(x, spec)  # with the gradients of the blocks
+    return 2 * mean_workspace(x, spec)  # with the gradients of the blocks
 
 
 def mean(x: Tensor, spec: NSASpec, cu_seqlens: Tensor | None) -> Tensor:
