@@ -84,7 +84,10 @@ class TokenBatch:
         tokens_BS = pad_sequence([torch.tensor(prompt, device="cpu") for prompt in prompts], batch_first=True)
         step = self._cache.append(self._lengths, self._sequences)
         hidden_BSC = self._model.hidden(tokens_BS.to(self._cache.device), cache=step)
-        return self._model.head(torch.stack([hidden_BSC[row, length - 1] for row, length in enumerate(self._lengths)]))
+        logits_BV: Tensor = self._model.head(
+            torch.stack([hidden_BSC[row, length - 1] for row, length in enumerate(self._lengths)])
+        )
+        return logits_BV
 
     @torch.inference_mode()
     def _draw(self) -> "Pending":

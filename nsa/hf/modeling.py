@@ -346,9 +346,11 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         rows, width = tokens_BS.shape
         counts = [width] * rows if mask is None else mask.sum(1).tolist()
         longest = max(counts)
+        hidden_BSC: Tensor
         if longest == 0:  # padding alone, whose output has no meaning
             cache._tokens += width
-            return self.decoder.embedding(tokens_BS)
+            hidden_BSC = self.decoder.embedding(tokens_BS)
+            return hidden_BSC
         hidden_BSC = self.decoder.hidden(tokens_BS[:, :longest], cache=cache.append(counts, width))
         return pad(hidden_BSC, (0, 0, 0, width - longest))
 

@@ -11,6 +11,8 @@ Legend: B batch, S new tokens, T tokens so far, R queries of a chunk, N compress
 heads, G key/value heads, h = H / G, K/V head sizes.
 """
 
+# mypy: disable-error-code="no-any-return"
+
 import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -36,7 +36,8 @@ class SwiGLU(nn.Module):
         # One copy for both products: autocast would make and keep two. The gradients of both are added in its dtype.
         x_BSC = x_BSC.to(compute_dtype(x_BSC))
         # Two products: from a joined one, torch.compile would write the gradients of gate and up more slowly.
-        return self.out(gated(self.gate(x_BSC), self.up(x_BSC), self.activation))
+        y: Tensor = self.out(gated(self.gate(x_BSC), self.up(x_BSC), self.activation))
+        return y
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
@@ -144,7 +145,8 @@ class DecoderBlock(nn.Module):
         layers: Any = (mlp.gate, mlp.up, mlp.out) if type(mlp) is SwiGLU else ()
         is_ours = type(norm) is nn.RMSNorm and norm.eps is not None and all(map(is_plain, layers))
         if type(mlp) is not SwiGLU or not is_ours or has_hooks(mlp) or has_hooks(norm):
-            return call(self._recomputed_part(), mlp, norm(x_BSC))
+            y_BSC: Tensor = call(self._recomputed_part(), mlp, norm(x_BSC))
+            return y_BSC
         weights = [layer.weight.to(compute_dtype(x_BSC)) for layer in layers]
         refuse_tangents("norm_mlp", x_BSC, norm.weight, *weights)
-        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)
+        return norm_mlp(x_BSC, norm.weight, *weights, norm.eps, mlp.activation)  # type: ignore[no-any-return]

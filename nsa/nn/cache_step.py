@@ -73,7 +73,8 @@ class CacheStep:
         """Returns `compute()`, cached by key for all layers."""
         if key not in self._shared:
             self._shared[key] = compute()
-        return self._shared[key]
+        found: Found = self._shared[key]
+        return found
 
     def parts(self) -> list[tuple[slice | list[int], "CacheStep"]]:
         """Splits the pass by rows: into one pass over all rows with few new tokens, and for each number of earlier

@@ -46,7 +46,8 @@ class MLPCompressor(nn.Module):
         weight, place = self.weight.to(x_BSGD.dtype), self.place.to(x_BSGD.dtype)
         constant = place.flatten() @ weight.flatten(0, 1) + self.bias.to(x_BSGD.dtype)
         hidden = compress_contract(x_BSGD, weight, self.spec, cu_seqlens=cu_seqlens, backend=self.backend) + constant
-        return self.out(nn.functional.silu(hidden)).to(x_BSGD.dtype)
+        compressed: Tensor = self.out(nn.functional.silu(hidden))
+        return compressed.to(x_BSGD.dtype)
 
 
 class MeanMLPCompressor(MLPCompressor):

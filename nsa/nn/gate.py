@@ -29,4 +29,5 @@ class BranchGate(nn.Module):
 
     def forward(self, x_BSC: Tensor) -> Tensor:
         logits_BSH3 = self.out(nn.functional.silu(self.hidden(x_BSC))).unflatten(-1, (self.num_heads, 3))
-        return logits_BSH3.sigmoid() if self.kind == "sigmoid" else logits_BSH3.softmax(-1)
+        gates: Tensor = logits_BSH3.sigmoid() if self.kind == "sigmoid" else logits_BSH3.softmax(-1)
+        return gates

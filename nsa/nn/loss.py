@@ -85,7 +85,8 @@ def _summed(hidden_BSC: Tensor, head: nn.Linear, loss: RowsLoss) -> Tensor:
     if not ((is_long(hidden_BSC) or many) and is_plain(head)):
         return loss(head(hidden_BSC).flatten(0, 1), slice(None))
     options = (loss, compute_dtype(hidden_BSC), torch.is_grad_enabled())
-    return _ChunkedLoss.apply(*options, hidden_BSC.flatten(0, 1), head.weight)  # type: ignore[no-untyped-call]
+    value: Tensor = _ChunkedLoss.apply(*options, hidden_BSC.flatten(0, 1), head.weight)  # type: ignore[no-untyped-call]
+    return value
 
 
 class _ChunkedLoss(torch.autograd.Function):

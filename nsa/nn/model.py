@@ -91,7 +91,8 @@ class Decoder(nn.Module):
         if cache is not None:
             step = begin(cache, self, tokens_BS, cu_seqlens)
             with torch.no_grad():
-                return self.head(self.hidden(tokens_BS, cache=step))
+                cached_BSV: Tensor = self.head(self.hidden(tokens_BS, cache=step))
+                return cached_BSV
         hidden_BSC, index_losses = self.run(tokens_BS, cu_seqlens, max_seqlen, counted=counted)
         result: Tensor = self.head(hidden_BSC) if loss is None else loss(hidden_BSC, self.head)
         if counted is None:

@@ -46,7 +46,8 @@ def rotary_tables(
     if scaling is not None:
         frequency = scaling.apply(frequency)
     angle = position.to(torch.float32)[..., None] * frequency
-    return cos_sin(angle) if torch.compiler.is_compiling() else (angle.cos(), angle.sin())
+    cos, sin = cos_sin(angle) if torch.compiler.is_compiling() else (angle.cos(), angle.sin())
+    return cos, sin
 
 
 def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

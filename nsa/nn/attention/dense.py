@@ -80,7 +80,8 @@ class DenseAttention(Attention, has_fused_step=True):
         if step is not None:
             write(step, step.layer(self).writes(keys, values))
         o_BSHV = self.attend(q_BSHK, keys[0], values[0], cu_seqlens, max_seqlen)
-        return self.out(o_BSHV.flatten(2))
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
 
     def attend(
         self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
@@ -117,7 +118,8 @@ class DenseAttention(Attention, has_fused_step=True):
         call = GatheredCall(WINDOW, window, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV, _ = attend_gathered(Gathered(k_BSGK, v_BSGV, call), q_BSHK, k_BSGK, v_BSGV)
-        return self.out(o_BSHV.flatten(2))
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
 
     def forward_flops(self, seq_len: int) -> float:
         return self.dense_flops(seq_len)

@@ -117,7 +117,8 @@ class GatheredCall:
     def scatter(self, grad: Tensor, local: int) -> Tensor:
         """Reorders the gradient [T, B, ...] of keys to the order in which they were gathered, `local` keys per rank."""
         place = self.place
-        return grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
+        spread: Tensor = grad.unflatten(0, (place.shape[0], -1))[place.argsort()].flatten(0, 1)
+        return spread
 
 
 SELECTED = selected_node, selected_backward_node
@@ -166,7 +167,8 @@ def attend_gathered(
     """Attention over gathered keys and values (of the blocks `indices`, for selected attention), and the blocks that
     the operator selects, or None. `attended` is called in the forward pass after the attention of each chunk and each
     part of the heads."""
-    return _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
+    o, blocks = _AttendGathered.apply(gathered, q, k, v, indices, attended)  # type: ignore[no-untyped-call]
+    return o, blocks
 
 
 class _AttendGathered(torch.autograd.Function):

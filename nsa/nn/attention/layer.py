@@ -337,7 +337,8 @@ class Attention(nn.Module):
             o_BnHV = o_BnHV.new_zeros(*x_BnC.shape[:2], *o_BnHV.shape[2:])
             for (rows, part), o in zip(parts, outputs, strict=True):
                 o_BnHV[rows, : part.positions.shape[1]] = o
-        return self.out(o_BnHV.flatten(2))
+        out_BnC: Tensor = self.out(o_BnHV.flatten(2))
+        return out_BnC
 
     def _attend_part(self, queries: list[Tensor], keys: list[Tensor], values: list[Tensor], step: CacheStep) -> Tensor:
         """Writes new tokens to the cache and attends: [B, n, H, V]."""

@@ -128,7 +128,8 @@ class MSAAttention(DenseAttention, has_fused_step=True):
             index = self.project_index(x_BSC, tables)
             if step is not None:
                 write(step, step.layer(self).writes([k, index[1].unsqueeze(2)], [v]))
-        return self.out(self._attend(q, k, v, index, cu_seqlens, max_seqlen).flatten(2))
+        out_BSC: Tensor = self.out(self._attend(q, k, v, index, cu_seqlens, max_seqlen).flatten(2))
+        return out_BSC
 
     def _reads_all(self, length: int, max_seqlen: int | None) -> bool:
         """Whether no query of such sequences chooses blocks."""

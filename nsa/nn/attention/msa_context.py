@@ -65,7 +65,8 @@ def attend_context(
 def _gather(index_k: Tensor, chunk_place: Tensor, context: Exchange) -> Tensor:
     """[B, S, E] of this rank -> [B, T, E] of the sequence."""
     gathered = context.gather(index_k.transpose(0, 1)).wait()
-    return gathered.unflatten(0, (2 * context.size, -1))[chunk_place].flatten(0, 1).transpose(0, 1)
+    whole: Tensor = gathered.unflatten(0, (2 * context.size, -1))[chunk_place].flatten(0, 1)
+    return whole.transpose(0, 1)
 
 
 class _IndexLosses:

@@ -162,7 +162,8 @@ class NSAAttention(Attention, has_fused_step=True):
         arguments = (q_BSHK, k_cmp_BNGK, v_cmp_BNGV, k_sel, v_sel, k_win, v_win)
         gates_BSH3 = self.gate(x_BSC) if self.force_branch is None else None
         o_BSHV = self._attend(arguments, gates_BSH3, cu_seqlens)
-        return self.out(o_BSHV.flatten(2))
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
 
     def read_tokens(
         self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]

@@ -183,7 +183,8 @@ def attend_context(layer: "NSAAttention", x_BSC: Tensor, context: Exchange, cu_s
     else:
         o_BSHV = {"cmp": o_cmp, "sel": o_sel, "win": o_win}[forced]
     assert isinstance(o_BSHV, Tensor)
-    return layer.out(o_BSHV.flatten(2))
+    out_BSC: Tensor = layer.out(o_BSHV.flatten(2))
+    return out_BSC
 
 
 def _compress(phi: nn.Module, halves: Sequence[Tensor], plan: SlotPlan) -> Tensor:

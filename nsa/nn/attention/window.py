@@ -58,7 +58,8 @@ class WindowAttention(DenseAttention, has_fused_step=True):
         call = GatheredCall(WINDOW, {"window": self.window}, context, here, backend_of("win", self.backend))
         q_BSHK, (k_BSGK,), (v_BSGV,) = self.projections(x_BSC, rotary_tables(here.position, *self.rotary))
         o_BSHV = attend_halos(q_BSHK, with_halos(k_BSGK, v_BSGV, self.window - 1, context), call)
-        return self.out(o_BSHV.flatten(2))
+        out_BSC: Tensor = self.out(o_BSHV.flatten(2))
+        return out_BSC
 
     def forward_flops(self, seq_len: int) -> float:
         full = min(self.window, seq_len)  # queries up to this one read all tokens before them
