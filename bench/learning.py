@@ -183,7 +183,7 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
         f"train.steps={steps}",
         f"train.seq_len={options.seq_len}",
         f"train.batch_size={options.batch_size}",
-        f"train.eval_every={max(1, steps // 4)}",
+        f"train.eval_every={-(-steps // 4)}",
         f"train.eval_sequences={eval_sequences(options)}",
         f"train.seed={seed}",
         f"train.lr={lr:g}",
