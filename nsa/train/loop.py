@@ -172,6 +172,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
         record_end(claim, reason, session.step if session else None, monitor.describe())
         if session is not None:
             session.feed.close()  # its threads would outlive the run
+        monitor.write_profile()  # last: it takes long, and the run may be killed meanwhile
         if exhausted is not None:
             raise exhausted from error
         raise
@@ -233,6 +234,7 @@ class Session:
             self.feed.close()
             self.monitor.last_samples()
             self.monitor.emit("end", self.step)
+            self.monitor.write_profile()
             self.monitor.close()
             self.monitor.beat(self.step, "end")
             self.monitor.claim.check(self.state.world)
