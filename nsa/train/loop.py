@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from nsa import faults
@@ -28,7 +29,7 @@ from nsa.errors import ConfigError, DataError, Interrupted, LaunchError, OutOfMe
 from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
-from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank
+from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank, sum_over_ranks
 from nsa.parallel.float8 import describe_float8
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
@@ -376,6 +377,8 @@ def step(session: Session) -> None:
             monitor.step_done(row)
             session.checkpointing.save_if_alone()
         raise
+    if row.val_loss is not None:  # the validation may have taken longer than the step
+        terminate, interrupt = _asked_to_stop(session)
     monitor.step_done(row)
     _dump_if_due(session)
     began = time.perf_counter()
@@ -450,6 +453,14 @@ def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, b
     if is_best:
         progress.best_val_loss = validation.loss
     return replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte), is_best
+
+
+def _asked_to_stop(session: Session) -> tuple[bool, bool]:
+    """Whether any rank was asked to terminate, and to interrupt. All ranks call it together."""
+    stop, world = session.stop, session.state.world
+    votes = torch.tensor([float(stop.terminate), float(stop.interrupt)], device=world.device)
+    terminate, interrupt = sum_over_ranks(votes, world).tolist()
+    return terminate > 0, interrupt > 0
 
 
 def _dump_if_due(session: Session) -> None:
