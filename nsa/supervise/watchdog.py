@@ -63,6 +63,7 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=STEPS_OF_MEDIAN)
         self._limit_s, self._allowed = first_step_s, [0.0]
         self._step, self._phase, self._beat_at = 0, "start", time.monotonic()
+        self._stalls: dict[tuple[int, float], float] = {}  # newest stalls of other ranks, and when they were seen
         self._file = STDERR
         self._path: Path | None = None
         self._ended = threading.Event()
@@ -146,10 +147,18 @@ class Watchdog:
                     if not has_dumped and any(rank.is_hung and rank.age_s < silent_s for rank in ranks):
                         has_dumped = True
                         time_limited(self._report_s, lambda: self._dump("another rank reports a hang"))
-                elif self._phase != DATA_PHASE and any(rank.is_stalled and rank.age_s < limit_s for rank in ranks):
+                elif self._phase != DATA_PHASE and self._waits_for_data_of_others(ranks, limit_s):
                     self._arm(limit_s + self._report_s)  # this rank waits for the stalled one, whose own limit applies
                 elif at == self._beat_at and not self._ended.is_set():
                     self._end_process(silent_s, limit_s)
+
+    def _waits_for_data_of_others(self, ranks: list[RankState], limit_s: float) -> bool:
+        """Whether another rank has reported a stall within the limit. The time of the report does not tell, because
+        hosts have different clocks: a report counts from when it is first seen here."""
+        now = time.monotonic()
+        newest = {(r.rank, r.events[-1]["time"]) for r in ranks if r.is_stalled and r.rank != self._rank}
+        self._stalls = {stall: self._stalls.get(stall, now) for stall in newest}
+        return any(now - seen_at < limit_s for seen_at in self._stalls.values())
 
     def _arm(self, seconds: float) -> None:
         """Restarts the C timer."""

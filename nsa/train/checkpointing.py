@@ -46,6 +46,8 @@ from nsa.train.state import Progress, RunState
 
 RETRY_S = (60.0, 120.0)  # from a failed save to its retry; full storage may have room later
 SETTLE_S = 60.0  # that a run that fails waits for a save in progress
+# Settings that change the sequences of a validation. The fingerprint of the data covers the documents.
+VALIDATED = ("train.seq_len", "train.eval_sequences", "data.packing", "data.isolate_documents")
 LONGEST_PAUSE_S = 16.0  # between two attempts of a run that must save before it continues
 # Pause before each tensor of a background save. Writing the 522 tensors of a 125M run holds the GIL for about half a
 # second, which blocks the training thread: spread over 13 s that is at most a twentieth of each step.
@@ -194,6 +196,8 @@ def resume(state: RunState, folder: Path, monitor: Monitor, *, accept_changes: b
             damage.append(str(error))
             continue
         on_first_rank(world, partial(_mark_best, checkpoint))
+        if any(line.partition(":")[0] in VALIDATED for line in changes):
+            state.progress.best_val_loss = None  # of other sequences
         for message in damage:
             monitor.incident("damaged_checkpoint", message, state.progress.step)
         for line in changes:

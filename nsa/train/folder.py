@@ -249,7 +249,8 @@ def start_over(folder: Path) -> None:
 def record_end(claim: Claim, error: BaseException, step: int | None, telemetry: Mapping[str, Any]) -> None:
     """Writes why the run ended, with `telemetry`. The reason of the rank that failed takes precedence.
 
-    Without a `step` the run never started: the summary of a finished run and the step of an unfinished one are kept.
+    The summary of a finished run is kept. Without a `step` the run never started, and the step of an unfinished one is
+    kept.
     """
     folder = claim.folder
     if claim.is_lost() or isinstance(error, FirstRankFailedError):
@@ -258,7 +259,7 @@ def record_end(claim: Claim, error: BaseException, step: int | None, telemetry: 
         now = read_metrics(folder)
         if isinstance(error, RankLostError) and now.get("status") not in ("running", None):
             return
-        if step is None and now.get("status") == "done":
+        if now.get("status") == "done":  # a start that failed, or a rank of an earlier start that was frozen until now
             return
         status: RunStatus = "preempted" if isinstance(error, Preempted) else "failed"
         write_json(

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from nsa import faults
@@ -28,7 +29,7 @@ from nsa.errors import ConfigError, DataError, Interrupted, LaunchError, OutOfMe
 from nsa.formatting import counted
 from nsa.nn.attention import attention_layers
 from nsa.nn.flops import FlopsPerToken, flops_per_token
-from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank
+from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank, sum_over_ranks
 from nsa.parallel.float8 import describe_float8
 from nsa.parallel.numerics import numerics
 from nsa.parallel.strategy import effective, gather_weights
@@ -172,6 +173,7 @@ def _run(config: Config, claim: Claim, world: World, log: RunLog, stop: StopRequ
         record_end(claim, reason, session.step if session else None, monitor.describe())
         if session is not None:
             session.feed.close()  # its threads would outlive the run
+        monitor.write_profile()  # last: it takes long, and the run may be killed meanwhile
         if exhausted is not None:
             raise exhausted from error
         raise
@@ -233,6 +235,7 @@ class Session:
             self.feed.close()
             self.monitor.last_samples()
             self.monitor.emit("end", self.step)
+            self.monitor.write_profile()
             self.monitor.close()
             self.monitor.beat(self.step, "end")
             self.monitor.claim.check(self.state.world)
@@ -374,6 +377,8 @@ def step(session: Session) -> None:
             monitor.step_done(row)
             session.checkpointing.save_if_alone()
         raise
+    if row.val_loss is not None:  # the validation may have taken longer than the step
+        terminate, interrupt = _asked_to_stop(session)
     monitor.step_done(row)
     _dump_if_due(session)
     began = time.perf_counter()
@@ -448,6 +453,14 @@ def _validate_if_due(session: Session, row: TrainingRow) -> tuple[TrainingRow, b
     if is_best:
         progress.best_val_loss = validation.loss
     return replace(row, val_loss=validation.loss, val_bits_per_byte=validation.bits_per_byte), is_best
+
+
+def _asked_to_stop(session: Session) -> tuple[bool, bool]:
+    """Whether any rank was asked to terminate, and to interrupt. All ranks call it together."""
+    stop, world = session.stop, session.state.world
+    votes = torch.tensor([float(stop.terminate), float(stop.interrupt)], device=world.device)
+    terminate, interrupt = sum_over_ranks(votes, world).tolist()
+    return terminate > 0, interrupt > 0
 
 
 def _dump_if_due(session: Session) -> None:

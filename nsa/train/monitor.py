@@ -236,9 +236,14 @@ class Monitor:
                 self.stream.flush()
                 self._heartbeat.withdraw()
 
-    def close(self) -> None:
+    def write_profile(self) -> None:
+        """Writes the profile of a run that ends before the last step to profile, unless its folder is lost."""
         with self._failures.counted():
+            if self.claim.is_lost():
+                self.profiler.drop()
             self._log_profile(self.profiler.close())
+
+    def close(self) -> None:
         self.tracer.close()
         self.stream.close()
         self._printed.flush()

@@ -23,6 +23,7 @@ from nsa.nn.model import build_model
 from nsa.train import train
 from nsa.train.checkpointing import snapshot
 from nsa.train.state import build_state
+from tests import warm
 from tests.checkpoint.helpers import (
     KINDS,
     RANDOM_FILE,
@@ -34,6 +35,7 @@ from tests.checkpoint.helpers import (
     small,
     train_until,
 )
+from tests.distributed.launching import environment, wait_all
 
 
 @pytest.fixture
@@ -394,16 +396,10 @@ def test_the_list_shows_a_checkpoint_from_before_the_first_step(tmp_path, nsa):
     assert out.startswith("step_00000000 | 0 tokens | loss - | validation - | single x 1 | ")
 
 
-def peak_memory() -> int:
-    """The most bytes that this process had resident since the peak was reset."""
-    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is in /proc/self/status")
 def test_weights_are_written_without_a_second_copy_in_memory(tmp_path):
-    tensors = {str(number): torch.ones(2048, 1024).t() for number in range(16)}  # 8 MiB each, copied to be contiguous
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = peak_memory()
-    write_weights(tmp_path / "model.safetensors", tensors, step=1)
-    assert peak_memory() - before < 0.5 * sum(tensor.nbytes for tensor in tensors.values())
+    writer = warm.start("tests.checkpoint.writer", str(tmp_path / "model.safetensors"), env=environment())
+    (ended,) = wait_all([writer])
+    size, more = map(int, ended.output.split())
+    assert more < 0.5 * size
     assert len(read_tensors(tmp_path / "model.safetensors")) == 16

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nsa.checkpoint.export import find_checkpoint
-from nsa.errors import FirstRankFailedError
+from nsa.errors import FirstRankFailedError, HangError
 from nsa.train.folder import record_end, write_json
 from nsa.train.nonfinite import reproduce
 from tests import warm
@@ -49,6 +49,12 @@ def test_what_fails_on_rank_0_alone_is_recorded_by_rank_0_alone(tmp_path):
     claim = SimpleNamespace(folder=tmp_path, is_lost=lambda: False)
     record_end(claim, FirstRankFailedError("rank 0 failed: "), 3, {})
     assert metrics_of(tmp_path) == running
+
+
+def test_a_rank_that_was_frozen_until_the_run_was_finished_does_not_change_its_summary(tmp_path):
+    write_json(tmp_path / "metrics.json", done := {"status": "done", "steps": 12})
+    record_end(SimpleNamespace(folder=tmp_path, is_lost=lambda: False), HangError("no progress for 9000 s"), 5, {})
+    assert metrics_of(tmp_path) == done
 
 
 def test_ranks_agree_on_the_folder_while_a_save_is_being_written(tmp_path):

@@ -46,6 +46,15 @@ def test_a_signal_to_one_rank_saves_on_all_and_the_same_command_resumes(tmp_path
     assert_equal_to_the_bit(tmp_path / "stopped", whole, runs.size)
 
 
+def test_a_signal_during_a_validation_saves_and_stops_after_it(tmp_path):
+    """Without another step, which may take longer than the process has left."""
+    ended = make_runs(tmp_path, "ddp").train("run", "validate:terminate:rank=1")
+    assert [e.code for e in ended] == [75, 75], ended[0].output
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows if row["val_loss"]] == [rows[-1]["step"]]
+    assert find_checkpoint(tmp_path / "run").name == f"step_{len(rows):08d}"
+
+
 def test_ctrl_c_once_saves_and_exits_with_130(tmp_path):
     runs = make_runs(tmp_path, "single")
     processes = start(runs, "run")

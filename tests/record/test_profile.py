@@ -43,6 +43,19 @@ def test_a_run_that_ends_inside_the_window_leaves_the_steps_there_were(tmp_path,
     assert profiled_steps(tmp_path) == 3
 
 
+def test_a_run_that_fails_records_why_before_it_writes_its_profile(tmp_path, monkeypatch):
+    recorded = []
+
+    def write(profiler):
+        recorded.append(json.loads((tmp_path / "metrics.json").read_text()))
+
+    monkeypatch.setattr(StepProfiler, "close", write)
+    config = parse_config(deepcopy(TINY), "test", ["train.steps=6", "train.profile_steps=[2, 5]"])
+    with faults_armed("step.begin:raise:hit=4"), pytest.raises(RuntimeError):
+        train(config, tmp_path)
+    assert (recorded[-1]["status"], recorded[-1]["steps"]) == ("failed", 3)
+
+
 def test_a_run_that_is_asked_to_stop_does_not_take_the_time_to_write_its_profile(tmp_path):
     config = parse_config(deepcopy(TINY), "test", ["train.steps=4", "train.profile_steps=[2, 4]"])
     with faults_armed("step.begin:usr1:hit=2"), pytest.raises(Preempted):

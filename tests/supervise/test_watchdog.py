@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nsa.record.failures import Failures
+from nsa.run_folder import format_event, make_event
 from nsa.supervise.ranks import RankState, format_ranks, identify, read_ranks
 from nsa.supervise.watchdog import Watchdog
 from tests.distributed.launching import ROOT, Ended, environment, events_of, wait_all
@@ -61,11 +62,11 @@ def shown_where(how: str, text: str) -> bool:
 # The rules.
 
 
-def make_watchdog(folder: Path, failures: Failures, floor_s: float = 60.0) -> Watchdog:
+def make_watchdog(folder: Path, failures: Failures, floor_s: float = 60.0, size: int = 1) -> Watchdog:
     return Watchdog(
         folder,
         0,
-        1,
+        size,
         floor_s=floor_s,
         first_step_s=600.0,
         on_hang=lambda report, message: None,
@@ -162,6 +163,24 @@ def test_a_look_at_all_ranks_does_not_depend_on_the_length_of_the_run(tmp_path):
     assert time.thread_time() - began < 0.1
     assert rank.to_dict()["pid"] == os.getpid()
     assert rank.process in ("running", "sleeping")
+
+
+@pytest.mark.parametrize("behind_s", [-60, 60])
+def test_a_rank_waits_for_a_stalled_one_on_a_host_with_another_clock_as_long_as_it_reports(tmp_path, behind_s):
+    failures, ended_at = Failures(), []
+    dog = make_watchdog(tmp_path, failures, 2.0, size=2)
+    dog._end_process = lambda *_: (ended_at.append(time.monotonic()), dog.step_done(0.0))
+    with (tmp_path / "heartbeat_rank1.jsonl").open("ab", buffering=0) as file, dog:
+        dog.step_done(0.1)
+        began = time.monotonic()
+        while time.monotonic() < began + 3:
+            file.write(format_event(make_event("data_stall", 1, 3) | {"time": time.time() - behind_s}).encode())
+            time.sleep(0.05)
+        assert not ended_at
+        last = time.monotonic()
+        wait_until(lambda: ended_at)
+        assert ended_at[0] - last < 10
+    assert failures.count == 0
 
 
 def test_a_beat_costs_less_than_20_microseconds(tmp_path):

@@ -190,6 +190,18 @@ def test_a_validation_loss_on_earlier_data_is_not_the_best(texts, tmp_path):
     assert read_pointer(tmp_path / "run" / FOLDER, BEST) in ("step_00000007", "step_00000008")
 
 
+def test_a_validation_loss_on_other_sequences_is_not_the_best(texts, tmp_path):
+    changes = ["train.eval_every=1", "checkpoint.every=0", "checkpoint.background=false"]
+    config = config_of(texts, *changes, "train.steps=6", "train.lr=1e-2", "train.seq_len=64")
+    train(config, tmp_path / "run")
+    config = config_of(texts, *changes, "train.steps=7", "train.lr=1e-9", "train.seq_len=16")
+    train(config, tmp_path / "run", accept_changes=True)
+    losses = [float(row["val_loss"]) for row in rows_of(tmp_path / "run")]
+    assert min(losses[:6]) < losses[6]
+    assert metrics_of(tmp_path / "run")["best_val_loss"] == losses[6]
+    assert read_pointer(tmp_path / "run" / FOLDER, BEST) == "step_00000007"
+
+
 class DeadSource:
     name = "dead"
     listed = Progress("footers read")

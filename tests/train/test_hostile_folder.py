@@ -345,6 +345,20 @@ def linked(folder: Path, other: Path) -> None:
     folder.symlink_to(shutil.copytree(other, folder.with_name("other")))
 
 
+def test_a_run_whose_folder_is_moved_away_writes_no_profile_at_its_path(original, tmp_path, monkeypatch):
+    folder, step = tmp_path / "run", loop.train_step
+
+    def train_step(state, *args, **kwargs):
+        if state.progress.step == 3:
+            replaced(folder, original)
+        return step(state, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    with pytest.raises(LaunchError, match="was renamed, deleted or replaced"):
+        train(small("checkpoint.every=1", "train.eval_every=0", "train.profile_steps=[2, 90]"), folder)
+    assert not list(folder.glob("profile_*"))
+
+
 # With a checkpoint after the step, after the next one, and at the end only; or a memory dump after the step.
 @pytest.mark.parametrize(
     ("what", "every", "dumps"), [(deleted, 1, 0), (renamed, 2, 0), (replaced, 0, 0), (linked, 1, 0), (replaced, 0, 1)]
