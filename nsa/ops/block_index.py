@@ -15,7 +15,7 @@ from nsa.ops.branches import window_node
 from nsa.ops.causal import causal_attention
 from nsa.ops.checks import check_device, check_head_size, check_like, check_pair, check_sequence, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
-from nsa.ops.library import check_border_values, define, differentiate, msa_spec_of, refuse_tangents
+from nsa.ops.library import check_border_values, check_longest, define, differentiate, msa_spec_of, refuse_tangents
 from nsa.ops.observe import notify
 from nsa.ops.positions import token_positions
 from nsa.ops.reference.masked_attention import accumulation_dtype
@@ -84,6 +84,7 @@ def msa_attention(
             given = f"{counted.dtype} {list(counted.shape)}"
             raise ArgumentError("counted", f"must be bool [B, S] = {list(q.shape[:2])}, got {given}")
         check_device("counted", counted, q)
+    check_longest(max_seqlen, cu_seqlens, length)
     refuse_tangents("msa_attention", q, k, v, index_q, index_k)
     if min(length, length if max_seqlen is None else max_seqlen) <= spec.dense_tokens:
         o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=win)

@@ -58,6 +58,20 @@ def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
             raise ArgumentError("cu_seqlens", f"must never decrease, but entry {place} goes from {left} to {right}")
 
 
+def check_longest(max_seqlen: int | None, cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Checks that `max_seqlen` is at least the length of every document. Compiled code does not check it."""
+    if max_seqlen is None or torch.compiler.is_compiling():
+        return
+    longest = tokens
+    if cu_seqlens is not None:
+        is_readable = type(cu_seqlens) is Tensor and not cu_seqlens.is_meta  # not a fake tensor
+        longest = int(cu_seqlens.diff().max()) if is_readable and values_are_checked(cu_seqlens) else 0
+    if max_seqlen < longest:
+        raise ArgumentError(
+            "max_seqlen", f"must be at least {longest}, the length of the longest document, got {max_seqlen}"
+        )
+
+
 def check_index_values(indices: Tensor, tokens: int, block: int) -> None:
     """Checks that every index is -1 or a block of the sequence."""
     if indices.numel() == 0 or not values_are_checked(indices):

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from nsa.errors import ArgumentError
-from nsa.nn import NSAAttention
+from nsa.nn import MSAAttention, NSAAttention
 from nsa.nn.attention import DenseAttention, WindowAttention
+from nsa.ops import MSASpec
 from tests.ops.cases import SMALL
 
 LAYERS = {
     "nsa": lambda: NSAAttention(24, 4, 2, 16, 32, SMALL),
+    "msa": lambda: MSAAttention(24, 4, 2, 16, 32, MSASpec(16, 2)),
     "dense": lambda: DenseAttention(24, 4, 2, 16, 32),
     "window": lambda: WindowAttention(24, 4, 2, 16, 32, window=5),
 }
@@ -51,6 +53,14 @@ def test_float64_is_named_under_autocast_too(layer):
 def test_borders_that_are_not_a_tensor_are_refused_by_name(layer, borders):
     with pytest.raises(ArgumentError, match=r"cu_seqlens: must be an int32 tensor .*, got (list|tuple)"):
         layer(X, cu_seqlens=borders)
+
+
+@pytest.mark.parametrize(("borders", "longest"), [(None, 9), ([0, 4, 9], 5)])
+def test_a_bound_below_the_longest_document_is_refused(layer, borders, longest):
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    assert layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest).shape == X.shape
+    with pytest.raises(ArgumentError, match=f"max_seqlen: must be at least {longest}, .*got {longest - 1}"):
+        layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -159,6 +159,9 @@ def test_short_documents_need_no_index_where_their_length_is_known():
     seen = Seen()
     with observing(seen):
         known = msa_attention(*tensors, SPEC, cu_seqlens=borders, max_seqlen=48)
+    for wrong in ({"cu_seqlens": borders, "max_seqlen": 47}, {"max_seqlen": 48}):  # would be dense attention
+        with pytest.raises(ArgumentError, match=r"max_seqlen: must be at least (48|130)"):
+            msa_attention(*tensors, SPEC, **wrong)
     assert seen.indices == []
     for a, b in zip(whole, known, strict=True):
         torch.testing.assert_close(a, b)

@@ -20,6 +20,7 @@ from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend
+from nsa.ops.library import check_longest
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
     from nsa.config.architecture import Architecture
@@ -197,7 +198,7 @@ class Attention(nn.Module):
         to earlier tokens on a CPU too.
 
         Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
-        inside `nsa.ops.checked_values()`.
+        inside `nsa.ops.checked_values()`; max_seqlen likewise, except in compiled code.
         """
         check_input(x, self.dim, self.q)
         check_borders(cu_seqlens, x)
@@ -205,6 +206,7 @@ class Attention(nn.Module):
             return self._attend_divided(x, self.context, cache, cu_seqlens)
         if cache is not None:
             return self._append(x, cache, cu_seqlens)
+        check_longest(max_seqlen, cu_seqlens, x.shape[1])
         return self.attend_whole(x, cu_seqlens, max_seqlen)
 
     def attend_whole(
