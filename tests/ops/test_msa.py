@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.errors import ArgumentError, SpecError
-from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
+from nsa.ops import MSASpec, NSASpec, index_blocks, msa_attention, selected_attention
 from nsa.ops.observe import observing
 from nsa.ops.selection_cache import SelectionCache
 
@@ -276,6 +276,8 @@ def test_a_geometry_that_breaks_a_rule_names_its_field(sizes, field, rule):
         ("index_k", lambda x: x.float(), "type"),
         ("counted", lambda x: torch.ones(1, 69, dtype=torch.bool), "bool"),
         ("counted", lambda x: torch.ones(1, 70), "bool"),
+        ("counted", lambda x: [True] * 70, "tensor, got list"),
+        ("index_k", lambda x: None, "tensor, got NoneType"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(argument, change, rule):
@@ -286,3 +288,8 @@ def test_an_argument_that_does_not_fit_is_named(argument, change, rule):
     with pytest.raises(ArgumentError, match=rule) as error:
         msa_attention(*(given[name] for name in NAMES), SPEC, counted=given["counted"])
     assert error.value.argument == argument
+
+
+def test_the_spec_of_nsa_is_refused():
+    with pytest.raises(ArgumentError, match="spec: must be an MSASpec, got NSASpec"):
+        index_blocks(*make_inputs(70)[3:], NSASpec())

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.errors import ArgumentError, BackendError, DerivativeError
 from nsa.ops import (
+    MSASpec,
     NSASpec,
     checks,
     compress_contract,
@@ -345,6 +346,14 @@ def bad_arguments():
     yield "float32 keys", "k", lambda: window_attention(x.q, x.k_win.float(), x.v_win, SMALL)
     yield "integer queries", "q", lambda: window_attention(x.q.long(), x.k_win, x.v_win, SMALL)
     yield "three dimensions", "q", lambda: window_attention(x.q[0], x.k_win, x.v_win, SMALL)
+    yield "queries of numpy", "q", lambda: window_attention(x.q.numpy(), x.k_win, x.v_win, SMALL)
+    yield "no keys", "k_win", lambda: nsa_attention(*x.tensors()[:5], None, *x.tensors()[6:], SMALL)
+    yield "no gates", "gates", lambda: nsa_attention(*x.tensors()[:-1], None, SMALL)
+    yield "no lse", "lse", lambda: select_blocks(x.q, x.k_cmp, None, SMALL)
+    yield "a list of indices", "indices", lambda: selected_attention(x.q, x.k_sel, x.v_sel, [0], SMALL)
+    yield "no weight", "weight", lambda: compress_contract(x.k_win, None, SMALL)
+    yield "a window as spec", "spec", lambda: window_attention(x.q, x.k_win, x.v_win, 5)
+    yield "the spec of MSA", "spec", lambda: compress_mean(x.k_win, MSASpec())
     yield "other device", "k", lambda: window_attention(x.q, x.k_win.to("meta"), x.v_win, SMALL)
     yield "too few compressed", "k_cmp", lambda: compressed_attention(x.q, x.k_cmp[:, :2], x.v_cmp[:, :2], SMALL)
     yield "lse of another shape", "lse", lambda: select_blocks(x.q, x.k_cmp, lse[:, :4], SMALL)
