@@ -171,7 +171,13 @@ _once: Callable[..., Any] = _FirstDerivative.apply
 
 
 def refuse_tangents(operator: str, *tensors: Tensor) -> None:
-    """Raises if forward-mode differentiation reaches an operator: its node would silently drop the tangents."""
+    """Raises if forward-mode differentiation reaches an operator: its node would silently drop the tangents. And if
+    `torch.func.grad` does: torch would fail without naming the operator."""
+    levels = () if torch.compiler.is_compiling() else _functorch.get_interpreter_stack() or ()
+    if any(level.key() == _functorch.TransformType.Grad for level in levels) and any(
+        _functorch.is_functorch_wrapped_tensor(x) and x.requires_grad for x in tensors
+    ):
+        raise DerivativeError(f"nsa::{operator}", is_transform=True)
     if forward_ad._current_level < 0:
         return
     top = _functorch.peek_interpreter_stack()

@@ -193,6 +193,23 @@ def test_forward_mode_is_an_error_inside_transforms_too_and_constants_pass():
     assert torch.equal(moved, 2 * o)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_gradient_inside_torch_func_is_an_error_that_names_the_operator_and_constants_pass():
+    x = make_inputs(9)
+
+    def loss(q):
+        return window_attention(q, x.k_win, x.v_win, SMALL).sum()
+
+    for transformed in (
+        torch.func.grad(lambda q: loss(q[0])),
+        torch.func.jacrev(lambda q: loss(q[0])),
+        torch.vmap(torch.func.grad(loss)),
+    ):
+        with pytest.raises(DerivativeError, match=r"nsa::window_attention: .*torch\.func .*torch\.autograd\.grad"):
+            transformed(torch.stack([x.q, x.q]))
+    assert torch.func.grad(lambda z: loss(x.q) * z)(torch.ones(()).double()) == loss(x.q)
+
+
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_later_tokens_never_change_an_output_or_its_gradients(branch):
     spec, cut, tokens = SMALL, 20, 41
