@@ -49,6 +49,9 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         y, kl_sum, queries = layer(x, counted=has_target)
         loss = cross_entropy + weight * kl_sum / (layer.num_kv_heads * queries.clamp(min=1))
 
+    Pass `counted` in every training step: without it the index has no gradient, keeps choosing what it chose at first,
+    and DDP fails on its unused parameters. With micro-batches or ranks, divide by the queries of all of them together.
+
     `is_dense` warms the index up: attention and index loss run over all visible tokens.
     """
 
