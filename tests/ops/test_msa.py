@@ -233,6 +233,17 @@ def test_the_compiled_operator_is_the_eager_one(is_dense):
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_the_index_are_contiguous_as_compiled_code_expects():
+    *attention, index_q, index_k = make_inputs(70, 4, 2, batch=2)
+    index = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (index_q, index_k)]
+    kl = msa_attention(*attention, *index, SPEC)[1]
+    grads = torch.autograd.grad(kl, index)
+    assert all(grad.is_contiguous() for grad in grads)
+    same = torch.autograd.grad(msa_attention(*attention, index_q, index_k, SPEC)[1], (index_q, index_k))
+    for a, b in zip(grads, same, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_shapes_are_known_without_data():
     tensors = [
         torch.empty(x.shape, dtype=torch.bfloat16, device="meta").requires_grad_() for x in make_inputs(70, 4, 2)
