@@ -160,9 +160,10 @@ class CacheFullError(NSAError, RuntimeError):
 
 
 class DerivativeError(NSAError, NotImplementedError):
-    """A second derivative or a forward-mode derivative was requested. `operator` is the operator that lacks it."""
+    """A second derivative, a forward-mode derivative or a derivative inside `torch.func` was requested. `operator` is
+    the operator that lacks it."""
 
-    def __init__(self, operator: str, *, is_forward_mode: bool = False):
+    def __init__(self, operator: str, *, is_forward_mode: bool = False, is_transform: bool = False):
         problem = (
             "has a first derivative only; its backward cannot be differentiated. Use gradients made with "
             "create_graph=True as constants (.detach()), or take a Hessian-vector product from the difference of two "
@@ -172,6 +173,11 @@ class DerivativeError(NSAError, NotImplementedError):
             problem = (
                 "has no forward-mode derivative (torch.func.jvp, jacfwd, hessian; forward_ad). Use .backward() or "
                 "torch.autograd.grad, or take the difference of two values: (f(x + h*v) - f(x - h*v)) / 2h"
+            )
+        elif is_transform:
+            problem = (
+                "has no derivative inside torch.func (grad, vjp, jacrev), where PyTorch does not support custom "
+                "operators. Use .backward() or torch.autograd.grad; for gradients per sample, call it for each sample"
             )
         super().__init__(f"{operator}: {problem}")
         self.operator = operator

@@ -56,7 +56,8 @@ class KVCache:
 
     `model(tokens, cache=cache)` appends tokens to every sequence. The first call on a cache without sequences adds
     one for every row. For rows of different lengths, or only some of the sequences, pass `cache.append(counts,
-    sequences)` instead. If a forward pass fails half-way, `crop` or `free` its sequences.
+    sequences)` instead. A model of your own calls `add` for every row, then `append` once per forward pass, and passes
+    the result to all its attention layers. If a forward pass fails half-way, `crop` or `free` its sequences.
 
     A prompt may come in chunks, one call for each. Chunks of more than `nsa.nn.cache_step.FEW_TOKENS` tokens run on the
     training kernels, on a copy of the earlier keys and values of one layer at a time: for a layer with 2 heads of 64

@@ -70,14 +70,14 @@ def reset_parts(module: nn.Module) -> None:
 def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
     """Checks the input of an attention layer of width `dim`, whose first projection is `layer`."""
     if not isinstance(x_BSC, Tensor):
-        raise ArgumentError("x_BSC", f"must be a tensor, got {type(x_BSC).__name__}")
+        raise ArgumentError("x", f"must be a tensor, got {type(x_BSC).__name__}")
     if x_BSC.dim() != 3 or x_BSC.shape[2] != dim:
-        raise ArgumentError("x_BSC", f"must be [batch, tokens, dim={dim}], got {list(x_BSC.shape)}")
+        raise ArgumentError("x", f"must be [batch, tokens, dim={dim}], got {list(x_BSC.shape)}")
     if not x_BSC.is_floating_point():
-        raise ArgumentError("x_BSC", f"must be a float tensor, got {x_BSC.dtype}")
+        raise ArgumentError("x", f"must be a float tensor, got {x_BSC.dtype}")
     if is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
         wanted = f"must have the dtype of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
-        raise ArgumentError("x_BSC", f"{wanted}; cast one of them, or run under torch.autocast")
+        raise ArgumentError("x", f"{wanted}; cast one of them, or run under torch.autocast")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -3,7 +3,8 @@
 Shapes: B batch, S tokens, H query heads, G key/value heads (H is a multiple of G), N compressed tokens, Dk and Dv head
 sizes, multiples of 16 from 16 to 256. Queries, keys and values of a call have one float type of 16, 32 or 64 bits, and
 all tensors one device. First derivatives only, by `.backward()` or `torch.autograd.grad`: a second derivative and
-forward mode (`torch.func.jvp`, `jacfwd`, `hessian`, `forward_ad`) raise DerivativeError.
+forward mode (`torch.func.jvp`, `jacfwd`, `hessian`, `forward_ad`) raise DerivativeError, and so do `torch.func.grad`,
+`vjp` and `jacrev`. `torch.vmap` computes the samples one after the other.
 
 spec         NSASpec, the sizes of blocks, selection and window; of MSA's operators, MSASpec
 cu_seqlens   None, or the borders of documents packed into one sequence, for B = 1: int32 [documents + 1] on the device

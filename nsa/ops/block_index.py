@@ -13,9 +13,18 @@ from nsa.ops import dispatch, selection_cache
 from nsa.ops.block_attention import selected_node
 from nsa.ops.branches import window_node
 from nsa.ops.causal import causal_attention
-from nsa.ops.checks import check_device, check_head_size, check_like, check_pair, check_sequence, sequence_length
+from nsa.ops.checks import (
+    check_device,
+    check_head_size,
+    check_like,
+    check_pair,
+    check_sequence,
+    check_spec,
+    check_tensor,
+    sequence_length,
+)
 from nsa.ops.dispatch import Backend, backend_of
-from nsa.ops.library import check_border_values, define, differentiate, msa_spec_of, refuse_tangents
+from nsa.ops.library import check_border_values, check_longest, define, differentiate, msa_spec_of, refuse_tangents
 from nsa.ops.observe import notify
 from nsa.ops.positions import token_positions
 from nsa.ops.reference.masked_attention import accumulation_dtype
@@ -37,6 +46,7 @@ def index_blocks(
     from the start of the document. First come the newest `num_local` and the first `num_init` blocks, then those whose
     best visible token has the highest score index_q . index_k, of equal ones the lower block.
     """
+    check_spec(spec, MSASpec)
     check_sequence("index_q", index_q, cu_seqlens)
     _check_index_keys(index_k, index_q, sequence_length(index_q, q_offset))
     arguments = (index_q.detach(), index_k.detach(), spec.as_ints(), cu_seqlens, q_offset, backend)
@@ -70,6 +80,7 @@ def msa_attention(
     mapping from operators (index, index_loss, sel, win) to backends.
     """
     index, index_loss, sel, win = (backend_of(operator, backend) for operator in ("index", "index_loss", "sel", "win"))
+    check_spec(spec, MSASpec)
     check_sequence("q", q, cu_seqlens)
     length = sequence_length(q, q_offset)
     check_pair("k", k, "v", v, q, length)
@@ -80,10 +91,12 @@ def msa_attention(
         raise ArgumentError("index_q", f"must start with [B, S, G] = {wanted}, got {list(index_q.shape)}")
     _check_index_keys(index_k, index_q, length)
     if counted is not None:
+        check_tensor("counted", counted)
         if counted.shape != q.shape[:2] or counted.dtype != torch.bool:
             given = f"{counted.dtype} {list(counted.shape)}"
             raise ArgumentError("counted", f"must be bool [B, S] = {list(q.shape[:2])}, got {given}")
         check_device("counted", counted, q)
+    check_longest(max_seqlen, cu_seqlens, length)
     refuse_tangents("msa_attention", q, k, v, index_q, index_k)
     if min(length, length if max_seqlen is None else max_seqlen) <= spec.dense_tokens:
         o = causal_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, q_offset=q_offset, backend=win)
@@ -108,6 +121,7 @@ def msa_attention(
 
 
 def _check_index_keys(index_k: Tensor, index_q: Tensor, length: int) -> None:
+    check_tensor("index_k", index_k)
     wanted = [index_q.shape[0], length, index_q.shape[3]]
     if list(index_k.shape) != wanted:
         raise ArgumentError("index_k", f"must be [B, N, E] = {wanted} to fit index_q, got {list(index_k.shape)}")

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 from nsa.ops import dispatch, selection_cache
-from nsa.ops.checks import check_device, check_keys, check_pair, check_sequence, sequence_length
+from nsa.ops.checks import (
+    check_device,
+    check_keys,
+    check_pair,
+    check_sequence,
+    check_spec,
+    check_tensor,
+    sequence_length,
+)
 from nsa.ops.layout import num_slots
 from nsa.ops.library import attention_shapes, check_border_values, define, differentiate, refuse_tangents, spec_of
 from nsa.ops.observe import notify
@@ -30,6 +38,7 @@ def compressed_attention(
     q [B,S,H,Dk], k_cmp [B,N,G,Dk], v_cmp [B,N,G,Dv] (packed: N = S // cmp_stride) -> o [B,S,H,Dv] and its
     natural-log log-sum-exp [B,S,H], which carries no gradient.
     """
+    check_spec(spec, NSASpec)
     check_sequence("q", q, cu_seqlens)
     check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, q_offset))
     refuse_tangents("compressed_attention", q, k_cmp, v_cmp)
@@ -53,8 +62,10 @@ def select_blocks(
     Blocks are numbered from the start of the document. All heads of a group share a selection, which always includes
     the first `num_init` blocks and the newest `num_local`.
     """
+    check_spec(spec, NSASpec)
     check_sequence("q", q, cu_seqlens)
     check_keys("k_cmp", k_cmp, q, num_cmp_keys(q, spec, cu_seqlens, q_offset))
+    check_tensor("lse", lse)
     if lse.shape != q.shape[:3]:
         raise ArgumentError("lse", f"must be [B, S, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -87,6 +98,7 @@ def window_attention(
 
     q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv].
     """
+    check_spec(spec, NSASpec)
     check_sequence("q", q, cu_seqlens)
     check_pair("k", k, "v", v, q, sequence_length(q, q_offset))
     refuse_tangents("window_attention", q, k, v)

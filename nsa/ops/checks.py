@@ -11,6 +11,16 @@ from nsa.errors import ArgumentError
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(name, f"must be a tensor, got {type(x).__name__}")
+
+
+def check_spec(spec: object, kind: type) -> None:
+    if not isinstance(spec, kind):
+        raise ArgumentError("spec", f"must be an {kind.__name__}, got {type(spec).__name__}")
+
+
 def check_sequence(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """Checks x [B, S, heads, D] and the borders of packed documents."""
     check_float(name, x)
@@ -72,6 +82,7 @@ def check_keys(name: str, k: Tensor, q: Tensor, length: int | None) -> None:
 
 
 def check_gates(gates: Tensor, q: Tensor) -> None:
+    check_tensor("gates", gates)
     wanted = [*q.shape[:3], 3]
     if list(gates.shape) != wanted:
         raise ArgumentError("gates", f"must be [B, S, H, 3] = {wanted}, got {list(gates.shape)}")
@@ -81,6 +92,7 @@ def check_gates(gates: Tensor, q: Tensor) -> None:
 
 
 def check_ints(name: str, x: Tensor, form: str, wanted: list[int], q: Tensor) -> None:
+    check_tensor(name, x)
     if list(x.shape) != wanted:
         raise ArgumentError(name, f"must be {form} = {wanted}, got {list(x.shape)}")
     if x.dtype != torch.int32:
@@ -89,6 +101,7 @@ def check_ints(name: str, x: Tensor, form: str, wanted: list[int], q: Tensor) ->
 
 
 def check_float(name: str, x: Tensor) -> None:
+    check_tensor(name, x)
     if x.dim() != 4:
         raise ArgumentError(name, f"must be [B, S, heads, D], got {x.dim()} dimensions: {list(x.shape)}")
     if x.dtype not in FLOAT_TYPES:

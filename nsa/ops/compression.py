@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 from nsa.ops import dispatch
-from nsa.ops.checks import check_like, check_sequence
+from nsa.ops.checks import check_like, check_sequence, check_spec, check_tensor
 from nsa.ops.layout import num_slots
 from nsa.ops.library import check_border_values, define, differentiate, refuse_tangents, spec_of
 from nsa.ops.spec import NSASpec
@@ -19,6 +19,7 @@ def compress_mean(x: Tensor, spec: NSASpec, *, cu_seqlens: Tensor | None = None,
     N is the number of whole blocks, (S - cmp_block) // cmp_stride + 1 and at least 0. Packed, N = S // cmp_stride for
     any borders: the blocks of the documents come first, one document after the other; unused slots are 0.
     """
+    check_spec(spec, NSASpec)
     check_sequence("x", x, cu_seqlens)
     refuse_tangents("mean_blocks", x)
     return mean_node(x, spec.as_ints(), cu_seqlens, backend)
@@ -31,7 +32,9 @@ def compress_contract(
 
     Compressed token n is the sum over tokens i of its block of x[n * cmp_stride + i] @ weight[i].
     """
+    check_spec(spec, NSASpec)
     check_sequence("x", x, cu_seqlens)
+    check_tensor("weight", weight)
     if weight.dim() != 3 or weight.shape[0] != spec.cmp_block or weight.shape[1] != x.shape[3]:
         raise ArgumentError(
             "weight", f"must be [cmp_block={spec.cmp_block}, D={x.shape[3]}, E], got {list(weight.shape)}"

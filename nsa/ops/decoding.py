@@ -218,7 +218,8 @@ def _attend_pages(
         return q.new_empty(*q.shape[:3], v.shape[3])
     if values_are_checked(positions):
         _check_places("kv", k, places, positions.amax(1).tolist())
-    return dispatch.choose("decode", backend, q, v, count=True).paged(q, k, v, places, positions, window)
+    o: Tensor = dispatch.choose("decode", backend, q, v, count=True).paged(q, k, v, places, positions, window)
+    return o.contiguous()  # as compiled code expects
 
 
 def _check_places(name: str, k: Tensor, places: Tensor, last: list[int], stride: int = 1) -> None:

@@ -58,6 +58,20 @@ def check_border_values(cu_seqlens: Tensor | None, tokens: int) -> None:
             raise ArgumentError("cu_seqlens", f"must never decrease, but entry {place} goes from {left} to {right}")
 
 
+def check_longest(max_seqlen: int | None, cu_seqlens: Tensor | None, tokens: int) -> None:
+    """Checks that `max_seqlen` is at least the length of every document. Compiled code does not check it."""
+    if max_seqlen is None or torch.compiler.is_compiling():
+        return
+    longest = tokens
+    if cu_seqlens is not None:
+        is_readable = type(cu_seqlens) is Tensor and not cu_seqlens.is_meta  # not a fake tensor
+        longest = int(cu_seqlens.diff().max()) if is_readable and values_are_checked(cu_seqlens) else 0
+    if max_seqlen < longest:
+        raise ArgumentError(
+            "max_seqlen", f"must be at least {longest}, the length of the longest document, got {max_seqlen}"
+        )
+
+
 def check_index_values(indices: Tensor, tokens: int, block: int) -> None:
     """Checks that every index is -1 or a block of the sequence."""
     if indices.numel() == 0 or not values_are_checked(indices):
@@ -157,7 +171,13 @@ _once: Callable[..., Any] = _FirstDerivative.apply
 
 
 def refuse_tangents(operator: str, *tensors: Tensor) -> None:
-    """Raises if forward-mode differentiation reaches an operator: its node would silently drop the tangents."""
+    """Raises if forward-mode differentiation reaches an operator: its node would silently drop the tangents. And if
+    `torch.func.grad` does: torch would fail without naming the operator."""
+    levels = () if torch.compiler.is_compiling() else _functorch.get_interpreter_stack() or ()
+    if any(level.key() == _functorch.TransformType.Grad for level in levels) and any(
+        _functorch.is_functorch_wrapped_tensor(x) and x.requires_grad for x in tensors
+    ):
+        raise DerivativeError(f"nsa::{operator}", is_transform=True)
     if forward_ad._current_level < 0:
         return
     top = _functorch.peek_interpreter_stack()

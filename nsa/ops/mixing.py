@@ -16,7 +16,7 @@ from torch import Tensor
 from nsa.ops import dispatch
 from nsa.ops.block_attention import selected_node
 from nsa.ops.branches import cached_selection, compressed_node, num_cmp_keys, window_node
-from nsa.ops.checks import check_gates, check_pair, check_sequence, sequence_length
+from nsa.ops.checks import check_gates, check_pair, check_sequence, check_spec, check_tensor, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.layout import token_layout
 from nsa.ops.library import define, differentiate, refuse_tangents, spec_of
@@ -52,10 +52,12 @@ def nsa_attention(
     `cu_seqlens`, the window's may start later than the sequence, with the first token that the first query reads.
     `backend` may be a mapping from operators (`nsa.ops.dispatch.OPERATORS`) to names.
     """
+    check_spec(spec, NSASpec)
     check_sequence("q", q, cu_seqlens)
     check_pair("k_cmp", k_cmp, "v_cmp", v_cmp, q, num_cmp_keys(q, spec, cu_seqlens, q_offset))
     check_pair("k_sel", k_sel, "v_sel", v_sel, q, sequence_length(q, q_offset))
     near = q_offset  # tokens before the first query whose window keys are given
+    check_tensor("k_win", k_win)
     if cu_seqlens is None and k_win.dim() == 4:
         near = min(q_offset, max(spec.window - 1, k_win.shape[1] - q.shape[1]))
     check_pair("k_win", k_win, "v_win", v_win, q, near + q.shape[1])

@@ -260,6 +260,12 @@ def test_a_bad_option_is_named(options, argument):
     assert error.value.argument == argument
 
 
+@pytest.mark.parametrize("window", [0, 2.5])
+def test_a_bad_window_is_refused_when_the_layer_is_made(window):
+    with pytest.raises(ArgumentError, match="window: must be"):
+        WindowAttention(24, 4, 2, 16, window=window)
+
+
 def test_integers_of_numpy_are_sizes():
     layer = NSAAttention(*map(np.int64, (64, 4, 2, 16)))
     assert {type(size) for size in (layer.dim, layer.num_heads, layer.num_kv_heads, layer.head_dim_v)} == {int}

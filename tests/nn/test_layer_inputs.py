@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from nsa.errors import ArgumentError
-from nsa.nn import NSAAttention
+from nsa.nn import MSAAttention, NSAAttention
 from nsa.nn.attention import DenseAttention, WindowAttention
+from nsa.ops import MSASpec
 from tests.ops.cases import SMALL
 
 LAYERS = {
     "nsa": lambda: NSAAttention(24, 4, 2, 16, 32, SMALL),
+    "msa": lambda: MSAAttention(24, 4, 2, 16, 32, MSASpec(16, 2)),
     "dense": lambda: DenseAttention(24, 4, 2, 16, 32),
     "window": lambda: WindowAttention(24, 4, 2, 16, 32, window=5),
 }
@@ -26,24 +28,24 @@ def layer(request):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (X[0], r"x_BSC: must be \[batch, tokens, dim=24\], got \[9, 24\]"),
-        (X[None], r"x_BSC: must be \[batch, tokens, dim=24\], got \[1, 1, 9, 24\]"),
-        (X[..., :20], r"x_BSC: must be \[batch, tokens, dim=24\], got \[1, 9, 20\]"),
-        (X.long(), r"x_BSC: must be a float tensor, got torch\.int64"),
-        (X.double(), r"x_BSC: .* torch\.float32, got torch\.float64; .*autocast"),
-        (X.bfloat16(), r"x_BSC: .* torch\.float32, got torch\.bfloat16; .*autocast"),
-        (X.tolist(), "x_BSC: must be a tensor, got list"),
+        (X[0], r"x: must be \[batch, tokens, dim=24\], got \[9, 24\]"),
+        (X[None], r"x: must be \[batch, tokens, dim=24\], got \[1, 1, 9, 24\]"),
+        (X[..., :20], r"x: must be \[batch, tokens, dim=24\], got \[1, 9, 20\]"),
+        (X.long(), r"x: must be a float tensor, got torch\.int64"),
+        (X.double(), r"x: .* torch\.float32, got torch\.float64; .*autocast"),
+        (X.bfloat16(), r"x: .* torch\.float32, got torch\.bfloat16; .*autocast"),
+        (X.tolist(), "x: must be a tensor, got list"),
     ],
     ids=["two dimensions", "four dimensions", "width", "integers", "float64", "bfloat16", "list"],
 )
 def test_a_wrong_input_is_named(layer, x, message):
     with pytest.raises(ArgumentError, match=message) as error:
         layer(x)
-    assert error.value.argument == "x_BSC"
+    assert error.value.argument == "x"
 
 
 def test_float64_is_named_under_autocast_too(layer):
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"x_BSC: .* got torch\.float64"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"x: .* got torch\.float64"):
         layer(X.double())
 
 
@@ -51,6 +53,14 @@ def test_float64_is_named_under_autocast_too(layer):
 def test_borders_that_are_not_a_tensor_are_refused_by_name(layer, borders):
     with pytest.raises(ArgumentError, match=r"cu_seqlens: must be an int32 tensor .*, got (list|tuple)"):
         layer(X, cu_seqlens=borders)
+
+
+@pytest.mark.parametrize(("borders", "longest"), [(None, 9), ([0, 4, 9], 5)])
+def test_a_bound_below_the_longest_document_is_refused(layer, borders, longest):
+    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
+    assert layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest).shape == X.shape
+    with pytest.raises(ArgumentError, match=f"max_seqlen: must be at least {longest}, .*got {longest - 1}"):
+        layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -198,6 +198,7 @@ def test_dense_layers_read_all_tokens():
     cache = make_cache(x, positions, WIDE)
     got = paged_attention(cache.q, cache.sel, positions)
     assert_equal_at(positions, got, causal(x.q, x.k_sel, x.v_sel))
+    assert got.is_contiguous()  # as compiled code expects
 
 
 def test_a_batch_of_only_padding_gives_zeros():

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.errors import ArgumentError, SpecError
-from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
+from nsa.ops import MSASpec, NSASpec, index_blocks, msa_attention, selected_attention
 from nsa.ops.observe import observing
 from nsa.ops.selection_cache import SelectionCache
 
@@ -159,6 +159,9 @@ def test_short_documents_need_no_index_where_their_length_is_known():
     seen = Seen()
     with observing(seen):
         known = msa_attention(*tensors, SPEC, cu_seqlens=borders, max_seqlen=48)
+    for wrong in ({"cu_seqlens": borders, "max_seqlen": 47}, {"max_seqlen": 48}):  # would be dense attention
+        with pytest.raises(ArgumentError, match=r"max_seqlen: must be at least (48|130)"):
+            msa_attention(*tensors, SPEC, **wrong)
     assert seen.indices == []
     for a, b in zip(whole, known, strict=True):
         torch.testing.assert_close(a, b)
@@ -230,6 +233,17 @@ def test_the_compiled_operator_is_the_eager_one(is_dense):
         torch.testing.assert_close(a, b)
 
 
+def test_gradients_of_the_index_are_contiguous_as_compiled_code_expects():
+    *attention, index_q, index_k = make_inputs(70, 4, 2, batch=2)
+    index = [x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in (index_q, index_k)]
+    kl = msa_attention(*attention, *index, SPEC)[1]
+    grads = torch.autograd.grad(kl, index)
+    assert all(grad.is_contiguous() for grad in grads)
+    same = torch.autograd.grad(msa_attention(*attention, index_q, index_k, SPEC)[1], (index_q, index_k))
+    for a, b in zip(grads, same, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_shapes_are_known_without_data():
     tensors = [
         torch.empty(x.shape, dtype=torch.bfloat16, device="meta").requires_grad_() for x in make_inputs(70, 4, 2)
@@ -273,6 +287,8 @@ def test_a_geometry_that_breaks_a_rule_names_its_field(sizes, field, rule):
         ("index_k", lambda x: x.float(), "type"),
         ("counted", lambda x: torch.ones(1, 69, dtype=torch.bool), "bool"),
         ("counted", lambda x: torch.ones(1, 70), "bool"),
+        ("counted", lambda x: [True] * 70, "tensor, got list"),
+        ("index_k", lambda x: None, "tensor, got NoneType"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_named(argument, change, rule):
@@ -283,3 +299,8 @@ def test_an_argument_that_does_not_fit_is_named(argument, change, rule):
     with pytest.raises(ArgumentError, match=rule) as error:
         msa_attention(*(given[name] for name in NAMES), SPEC, counted=given["counted"])
     assert error.value.argument == argument
+
+
+def test_the_spec_of_nsa_is_refused():
+    with pytest.raises(ArgumentError, match="spec: must be an MSASpec, got NSASpec"):
+        index_blocks(*make_inputs(70)[3:], NSASpec())

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nsa.errors import ArgumentError, BackendError, DerivativeError
 from nsa.ops import (
+    MSASpec,
     NSASpec,
     checks,
     compress_contract,
@@ -192,6 +193,23 @@ def test_forward_mode_is_an_error_inside_transforms_too_and_constants_pass():
     assert torch.equal(moved, 2 * o)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_gradient_inside_torch_func_is_an_error_that_names_the_operator_and_constants_pass():
+    x = make_inputs(9)
+
+    def loss(q):
+        return window_attention(q, x.k_win, x.v_win, SMALL).sum()
+
+    for transformed in (
+        torch.func.grad(lambda q: loss(q[0])),
+        torch.func.jacrev(lambda q: loss(q[0])),
+        torch.vmap(torch.func.grad(loss)),
+    ):
+        with pytest.raises(DerivativeError, match=r"nsa::window_attention: .*torch\.func .*torch\.autograd\.grad"):
+            transformed(torch.stack([x.q, x.q]))
+    assert torch.func.grad(lambda z: loss(x.q) * z)(torch.ones(()).double()) == loss(x.q)
+
+
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_later_tokens_never_change_an_output_or_its_gradients(branch):
     spec, cut, tokens = SMALL, 20, 41
@@ -345,6 +363,14 @@ def bad_arguments():
     yield "float32 keys", "k", lambda: window_attention(x.q, x.k_win.float(), x.v_win, SMALL)
     yield "integer queries", "q", lambda: window_attention(x.q.long(), x.k_win, x.v_win, SMALL)
     yield "three dimensions", "q", lambda: window_attention(x.q[0], x.k_win, x.v_win, SMALL)
+    yield "queries of numpy", "q", lambda: window_attention(x.q.numpy(), x.k_win, x.v_win, SMALL)
+    yield "no keys", "k_win", lambda: nsa_attention(*x.tensors()[:5], None, *x.tensors()[6:], SMALL)
+    yield "no gates", "gates", lambda: nsa_attention(*x.tensors()[:-1], None, SMALL)
+    yield "no lse", "lse", lambda: select_blocks(x.q, x.k_cmp, None, SMALL)
+    yield "a list of indices", "indices", lambda: selected_attention(x.q, x.k_sel, x.v_sel, [0], SMALL)
+    yield "no weight", "weight", lambda: compress_contract(x.k_win, None, SMALL)
+    yield "a window as spec", "spec", lambda: window_attention(x.q, x.k_win, x.v_win, 5)
+    yield "the spec of MSA", "spec", lambda: compress_mean(x.k_win, MSASpec())
     yield "other device", "k", lambda: window_attention(x.q, x.k_win.to("meta"), x.v_win, SMALL)
     yield "too few compressed", "k_cmp", lambda: compressed_attention(x.q, x.k_cmp[:, :2], x.v_cmp[:, :2], SMALL)
     yield "lse of another shape", "lse", lambda: select_blocks(x.q, x.k_cmp, lse[:, :4], SMALL)

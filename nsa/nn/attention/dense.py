@@ -36,7 +36,7 @@ class DenseAttention(Attention, has_fused_step=True):
     head_dim_v     size of a value head; None makes it head_dim_k
     rotary_dim     number of rotated channels of a query and key head; None: all, as in NSAAttention
     rope_base      base of the rotary frequencies, as in NSAAttention
-    rope_scaling   `RopeScaling` of the rotary frequencies, or None
+    rope_scaling   `nsa.nn.rope.RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before rotary positions
     qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms

@@ -20,6 +20,7 @@ from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend
+from nsa.ops.library import check_longest
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
     from nsa.config.architecture import Architecture
@@ -170,25 +171,25 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_BSC: Tensor,
+        x: Tensor,
         *,
         cache: KVCache | CacheStep | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """x_BSC [batch, tokens, dim], of the dtype of the weights unless autocast is on -> the same shape. Token t of
+        """x [batch, tokens, dim], of the dtype of the weights unless autocast is on -> the same shape. Token t of
         the output depends only on tokens 0 to t of the input. The number of tokens must be at least 1.
 
         cu_seqlens   borders of documents packed into one sequence, for a batch of 1: an int32 tensor on the device of
-                     x_BSC that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
+                     x that starts with 0, ends with the number of tokens and never decreases. [0, 400, 1000] is
                      a document of 400 tokens, then one of 600. No document attends to another; positions and blocks
                      restart in each. On a GPU, pass `.clone()` of a buffer that a collective or code outside torch
                      fills: such a write is not detected there
         max_seqlen   an upper bound of the length of packed documents; the whole row if not given
-        cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x_BSC are appended; the
+        cache        keys and values of earlier tokens (`nsa.nn.KVCache`), to which those of x are appended; the
                      output is that of the whole sequence at these tokens, without a gradient
 
-        A NaN or an infinity in x_BSC makes the output NaN for the tokens that attend to it, and in backward the
+        A NaN or an infinity in x makes the output NaN for the tokens that attend to it, and in backward the
         gradients of the tokens that these attend to; parameters are shared by all tokens, so their gradients become NaN
         too. The reference, which runs on a CPU, leaves every bit of earlier tokens and of other documents as it is. The
         Triton kernels compute neighbouring tokens together, in tiles of up to 128 queries and 128 keys (in NSA's
@@ -197,15 +198,16 @@ class Attention(nn.Module):
         to earlier tokens on a CPU too.
 
         Raises ArgumentError, which names the argument. The values of cu_seqlens are checked on the CPU, and on a GPU
-        inside `nsa.ops.checked_values()`.
+        inside `nsa.ops.checked_values()`; max_seqlen likewise, except in compiled code.
         """
-        check_input(x_BSC, self.dim, self.q)
-        check_borders(cu_seqlens, x_BSC)
+        check_input(x, self.dim, self.q)
+        check_borders(cu_seqlens, x)
         if self.context is not None:
-            return self._attend_divided(x_BSC, self.context, cache, cu_seqlens)
+            return self._attend_divided(x, self.context, cache, cu_seqlens)
         if cache is not None:
-            return self._append(x_BSC, cache, cu_seqlens)
-        return self.attend_whole(x_BSC, cu_seqlens, max_seqlen)
+            return self._append(x, cache, cu_seqlens)
+        check_longest(max_seqlen, cu_seqlens, x.shape[1])
+        return self.attend_whole(x, cu_seqlens, max_seqlen)
 
     def attend_whole(
         self, x_BSC: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, step: CacheStep | None = None
@@ -367,7 +369,7 @@ class Attention(nn.Module):
 def check_chunks(x_BSC: Tensor) -> None:
     """Checks the tokens of a rank under context parallelism: an early and a late chunk of a sequence."""
     if x_BSC.shape[1] % 2:
-        raise ArgumentError("x_BSC", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
+        raise ArgumentError("x", f"must hold two chunks of equal length, got {x_BSC.shape[1]} tokens")
 
 
 def head_size(name: str, size: int) -> int:

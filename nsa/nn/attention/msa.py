@@ -49,6 +49,9 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         y, kl_sum, queries = layer(x, counted=has_target)
         loss = cross_entropy + weight * kl_sum / (layer.num_kv_heads * queries.clamp(min=1))
 
+    Pass `counted` in every training step: without it the index has no gradient, keeps choosing what it chose at first,
+    and DDP fails on its unused parameters. With micro-batches or ranks, divide by the queries of all of them together.
+
     `is_dense` warms the index up: attention and index loss run over all visible tokens.
     """
 
@@ -91,7 +94,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
 
     def forward(  # type: ignore[override]
         self,
-        x_BSC: Tensor,
+        x: Tensor,
         *,
         cache: KVCache | CacheStep | None = None,
         cu_seqlens: Tensor | None = None,
@@ -101,17 +104,17 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         """As `Attention.forward`. With `counted` [B, S] bool, the tokens that have a target, the result is the output,
         the index loss summed over groups and the counted queries that choose, and the number of these queries."""
         if counted is None:
-            return super().forward(x_BSC, cache=cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+            return super().forward(x, cache=cache, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if cache is not None:
             raise ArgumentError("counted", "the index loss needs whole sequences; pass either counted or cache")
-        check_input(x_BSC, self.dim, self.q)
-        check_borders(cu_seqlens, x_BSC)
+        check_input(x, self.dim, self.q)
+        check_borders(cu_seqlens, x)
         if self.context is not None:
-            check_chunks(x_BSC)
-            return msa_context.attend_context(self, x_BSC, self.context, cu_seqlens, counted)
-        tables = rotary_tables(token_positions(x_BSC.shape[1], cu_seqlens, x_BSC.device), *self.rotary)
-        q, (k,), (v,) = self.projections(x_BSC, tables)
-        index_q, index_k = self.project_index(x_BSC, tables)
+            check_chunks(x)
+            return msa_context.attend_context(self, x, self.context, cu_seqlens, counted)
+        tables = rotary_tables(token_positions(x.shape[1], cu_seqlens, x.device), *self.rotary)
+        q, (k,), (v,) = self.projections(x, tables)
+        index_q, index_k = self.project_index(x, tables)
         o_BSHV, kl_sum, queries = msa_attention(
             q, k, v, index_q, index_k, self.spec, counted=counted, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             is_dense=self.is_dense, backend=self.backend,

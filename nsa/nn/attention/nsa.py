@@ -72,7 +72,7 @@ class NSAAttention(Attention, has_fused_step=True):
                    the others are unchanged. None: all
     rope_base      base of the rotary frequencies, which are base**(-2i / rotary_dim) for channel pair i; larger for
                    longer sequences
-    rope_scaling   `RopeScaling` of the rotary frequencies, or None
+    rope_scaling   `nsa.nn.rope.RopeScaling` of the rotary frequencies, or None
     qk_norm        RMSNorm on the queries and keys of every head, before compression and rotary positions
     qkv_bias       the projections of queries, keys and values have a bias
     norm_eps       epsilon of these norms

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
+from nsa.errors import whole_number
 from nsa.nn.attention.dense import DenseAttention
 from nsa.nn.attention.gathered import WINDOW, GatheredCall, attend_halos, plan, with_halos
 from nsa.nn.attention.layer import Exchange
@@ -32,7 +33,7 @@ class WindowAttention(DenseAttention, has_fused_step=True):
 
     def __init__(self, *sizes: int, window: int, **settings: Any):
         super().__init__(*sizes, **settings)
-        self.window = window
+        self.window = whole_number("window", window)
 
     @classmethod
     def from_config(cls, config: Architecture, backend: Backend = None) -> Self:

@@ -83,7 +83,10 @@ def loss(
     groups, heads, size = index_q.shape[2], q.shape[2], index_q.shape[3]
     acc, per_group = accumulation_dtype(q.dtype), heads // groups
     kl = torch.zeros((), dtype=acc, device=q.device)
-    d_index_q, d_index_k = (torch.zeros_like(index_q), index_k.to(acc) * 0.0) if has_grads else empty_grads(index_q)
+    d_index_q, d_index_k = empty_grads(index_q)
+    if has_grads:  # contiguous, as compiled code expects
+        d_index_q = torch.zeros_like(index_q, memory_format=torch.contiguous_format)
+        d_index_k = index_k.to(acc).contiguous() * 0.0
     if indices is None:
         chunks = windowed.chunks(q, k.shape[1], max(1, k.shape[1]), cu_seqlens, q_offset)
     else:
