@@ -196,13 +196,13 @@ def plot(results: Path, by: str, figure: Path) -> bool:
             colours = {"dense": figures.NEUTRAL, "nsa": figures.COLOURS[0], "msa": figures.COLOURS[1]}
             colours = defaultdict(partial(next, others), colours)
             markers = defaultdict(lambda: cycle("osD^vPX*"))  # the lines of a kind differ in these, but not its seeds
-            seeds: dict[Line, dict[str, str]] = {}
+            styles: dict[Line, dict[str, str]] = {}
             has_one_rate = len({line.lr for line in lines}) == 1
             for line, points in lines.items():
                 (kind, is_muon), name = line.kind(), line._replace(seed=None, lr=None if has_one_rate else line.lr)
-                label = "" if name in seeds else fill(str(name), 40)
+                label = "" if name in styles else fill(str(name), 40)
                 style = {"color": colours[kind], "ls": "--" if is_muon else "-"}
-                style = seeds.setdefault(name, style | {"marker": next(markers[kind, is_muon])})
+                style = styles.setdefault(name, style | {"marker": next(markers[kind, is_muon])})
                 axes.plot(list(points), list(points.values()), ms=5, **style, label=label)
             if way in ("rate", "position"):
                 axes.set_xscale("log", base=10 if way == "rate" else 2)
@@ -212,7 +212,7 @@ def plot(results: Path, by: str, figure: Path) -> bool:
             title = f"{tokenizer}, {seq_len:,} tokens of context\n{tokens / 1e6:.0f} million tokens"
             axes.set(title="\n".join([title, *wrap(shared, 40)]))
             axes.set(xlabel=BY[way][0], ylabel=BY[way][1])
-            if len(seeds) > 4:
+            if len(styles) > 4:
                 axes.legend(loc="upper left", bbox_to_anchor=(1, 1) if columns == 1 else (0, -0.18))
             else:
                 axes.legend()

@@ -70,7 +70,7 @@ def _data_wait(view: RunView) -> Iterator[str]:
 
 
 def _behind(view: RunView) -> Iterator[str]:
-    """A rank that is silent while others take steps. A rank that is at most one step behind has another clock."""
+    """A rank that is silent while others take steps. One in the same step, or the step before, has another clock."""
     if view.status.kind != RUNNING or len(view.ranks) < 2:
         return
     seen = {rank: file.newest for rank, file in view.ranks.items()}
