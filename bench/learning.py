@@ -51,6 +51,7 @@ LARGEST_DOCUMENT = 1 << 20
 VOCABULARY = 16_384
 BATCH, RECALL_BATCH = 8, 2
 EVAL_TOKENS = 1 << 20
+LONGEST_WITHOUT_VALIDATION = 1 << 25  # tokens
 BASE = (
     "data.isolate_documents=true data.validation_fraction=0.02 data.workers=4 "
     "train.warmup_steps=100 train.weight_decay=0.1 train.grad_clip=1.0 train.schedule=cosine "
@@ -183,13 +184,13 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
         f"train.steps={steps}",
         f"train.seq_len={options.seq_len}",
         f"train.batch_size={options.batch_size}",
-        f"train.eval_every={-(-steps // 4)}",
+        f"train.eval_every={min(-(-steps // 4), LONGEST_WITHOUT_VALIDATION // (options.seq_len * options.batch_size))}",
         f"train.eval_sequences={eval_sequences(options)}",
         f"train.seed={seed}",
         f"train.lr={lr:g}",
         f"train.out_dir={folder_of(work, row, options, seed, lr)}",
-        # Graphs take the memory that is free when a run starts, and another run then lacks it.
-        *(["runtime.cuda_graphs=false"] if options.jobs > 1 else []),
+        # Graphs take the memory that is free when a run starts, and another lacks it. The recall model is small.
+        *(["runtime.cuda_graphs=false"] if options.jobs > 1 and options.action == "run" else []),
         *options.override,
     ]
 
