@@ -62,7 +62,7 @@ Points = list[tuple[float, float]]
 
 
 def along_curve(r: dict[str, Any], per_step: float) -> Points:
-    return [(step * per_step, loss) for step, loss in r["curve"]]
+    return [(round(step * per_step, 1), loss) for step, loss in r["curve"]]
 
 
 def by_position(r: dict[str, Any]) -> Points:
