@@ -75,8 +75,14 @@ def check_input(x_BSC: Tensor, dim: int, layer: nn.Module) -> None:
         raise ArgumentError("x", f"must be [batch, tokens, dim={dim}], got {list(x_BSC.shape)}")
     if not x_BSC.is_floating_point():
         raise ArgumentError("x", f"must be a float tensor, got {x_BSC.dtype}")
-    if is_plain(layer) and layer.weight.dtype != x_BSC.dtype and not _casts(x_BSC, layer.weight):
-        wanted = f"must have the dtype of the layer's weights, {layer.weight.dtype}, got {x_BSC.dtype}"
+    if not _has_plain_weight(layer):
+        return
+    weight = layer.weight
+    if weight.device != x_BSC.device:  # a product with meta weights would return memory that was never written
+        wanted = f"must be on the device of the layer's weights, {weight.device}, got {x_BSC.device}"
+        raise ArgumentError("x", f"{wanted}; move one of them with .to(), or a layer on meta with to_empty()")
+    if weight.dtype != x_BSC.dtype and not _casts(x_BSC, weight):
+        wanted = f"must have the dtype of the layer's weights, {weight.dtype}, got {x_BSC.dtype}"
         raise ArgumentError("x", f"{wanted}; cast one of them, or run under torch.autocast")
 
 
@@ -93,9 +99,13 @@ def _casts(*tensors: Tensor) -> bool:
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling the layer only computes F.linear with its weight and bias."""
+    """Whether calling the layer only computes F.linear with its weight."""
+    return _has_plain_weight(layer) and layer.bias is None
+
+
+def _has_plain_weight(layer: nn.Module) -> TypeGuard[nn.Linear]:
     # A fake tensor stands for a plain one; other subclasses, such as quantized weights, cannot be concatenated.
-    return is_bare(layer, nn.Linear) and layer.bias is None and type(layer.weight) in (nn.Parameter, Tensor, FakeTensor)
+    return is_bare(layer, nn.Linear) and type(layer.weight) in (nn.Parameter, Tensor, FakeTensor)
 
 
 def is_float8(layer: nn.Module) -> TypeGuard[nn.Linear]:

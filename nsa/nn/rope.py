@@ -28,6 +28,9 @@ class RopeScaling(NamedTuple):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
+    def is_valid(self) -> bool:
+        return self.factor >= 1.0 and self.high_freq_factor > self.low_freq_factor
+
     def apply(self, frequency: Tensor) -> Tensor:
         if self.original_length is None:
             return frequency / self.factor

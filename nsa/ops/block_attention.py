@@ -3,6 +3,7 @@
 
 from torch import Tensor
 
+from nsa.errors import ArgumentError
 from nsa.ops import dispatch
 from nsa.ops.checks import check_ints, check_pair, check_sequence, sequence_length
 from nsa.ops.library import (
@@ -33,6 +34,8 @@ def selected_attention(
     q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv]; indices int32 [B,S,G,num_selected] as `select_blocks` returns them: no
     block twice in a row, padded with -1. A block has `spec.sel_block` tokens.
     """
+    if not hasattr(spec, "num_selected"):
+        raise ArgumentError("spec", f"must be an NSASpec, MSASpec or other SelectionSpec, got {type(spec).__name__}")
     check_sequence("q", q, cu_seqlens)
     check_pair("k", k, "v", v, q, sequence_length(q, q_offset))
     wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]

@@ -6,7 +6,7 @@ They read no values and do not synchronize. An invalid argument raises ArgumentE
 import torch
 from torch import Tensor
 
-from nsa.errors import ArgumentError
+from nsa.errors import ArgumentError, whole_number
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,8 +46,8 @@ def check_borders(cu_seqlens: Tensor | None, x: Tensor) -> None:
 
 def sequence_length(q: Tensor, q_offset: int) -> int:
     """The length of the sequence whose last tokens are the queries q [B, S, H, D]."""
-    if q_offset < 0:
-        raise ArgumentError("q_offset", f"must be at least 0 tokens before the first query, got {q_offset}")
+    if not torch.compiler.is_compiling():  # where it may be a symbol
+        whole_number("q_offset", q_offset, 0)
     return q_offset + q.shape[1]
 
 

@@ -61,17 +61,28 @@ def backend_of(operator: str, backend: Backend) -> str | None:
     """The backend requested for one of OPERATORS."""
     if backend is None or isinstance(backend, str):
         return backend
+    if not isinstance(backend, Mapping):
+        raise ArgumentError("backend", f"must be a name, a mapping from operators to names, or None; got {backend!r}")
     unknown = sorted(set(backend) - set(OPERATORS))
     if unknown:
         raise ArgumentError("backend", f"names the operator {unknown[0]!r}; there are {', '.join(OPERATORS)}")
     return backend.get(operator)
 
 
+def check_backend(backend: Backend) -> None:
+    for operator in OPERATORS:
+        _check_name(backend_of(operator, backend))
+
+
+def _check_name(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
+
+
 def choose(operator: str, backend: str | None, q: Tensor, v: Tensor, *, count: bool, **sizes: int) -> Any:
     """The module that computes an operator for queries like q and values like v: REFERENCE[operator] or its kernels.
     `sizes` are arguments of the kernels' `refusal`. `count`: count a fallback."""
-    if backend is not None and backend not in BACKENDS:
-        raise ArgumentError("backend", f"must be None or one of {', '.join(BACKENDS)}; got {backend!r}")
+    _check_name(backend)
     if backend == "reference":
         return REFERENCE[operator]
     reason = triton_missing() or _device_refusal(q) or kernels_for(operator).refusal(q, v, **sizes)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from nsa.errors import ArgumentError, DerivativeError
+from nsa.errors import ArgumentError, DerivativeError, whole_number
 from nsa.ops.layout import num_blocks
 from nsa.ops.spec import MSASpec, NSASpec
 
@@ -66,7 +66,7 @@ def check_longest(max_seqlen: int | None, cu_seqlens: Tensor | None, tokens: int
     if cu_seqlens is not None:
         is_readable = type(cu_seqlens) is Tensor and not cu_seqlens.is_meta  # not a fake tensor
         longest = int(cu_seqlens.diff().max()) if is_readable and values_are_checked(cu_seqlens) else 0
-    if max_seqlen < longest:
+    if whole_number("max_seqlen", max_seqlen, 0) < longest:
         raise ArgumentError(
             "max_seqlen", f"must be at least {longest}, the length of the longest document, got {max_seqlen}"
         )

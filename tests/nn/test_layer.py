@@ -14,7 +14,7 @@ from nsa import ops
 from nsa.errors import ArgumentError
 from nsa.nn import NSAAttention, attention_layers
 from nsa.nn.attention import DenseAttention, WindowAttention
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, rotary_tables, rotate
 from nsa.ops import NSASpec
 from tests.ops.cases import SMALL
 
@@ -242,7 +242,13 @@ def test_compressed_keys_are_rotated_to_the_start_of_their_block():
         ({"rotary_dim": 0}, "rotary_dim"),
         ({"rotary_dim": 8.0}, "rotary_dim"),
         ({"rope_base": 0.0}, "rope_base"),
+        ({"rope_base": "1e4"}, "rope_base"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling"),
+        ({"rope_scaling": RopeScaling(0.0)}, "rope_scaling"),
+        ({"rope_scaling": RopeScaling(8.0, 8192, high_freq_factor=1.0)}, "rope_scaling"),
+        ({"backend": "Triton"}, "backend"),
+        ({"backend": {"sel": "Triton"}}, "backend"),
+        ({"backend": 3}, "backend"),
         ({"dim": 0}, "dim"),
         ({"dim": 64.0}, "dim"),
         ({"num_heads": "4"}, "num_heads"),
@@ -258,6 +264,11 @@ def test_a_bad_option_is_named(options, argument):
     with pytest.raises(ArgumentError) as error:
         build(**options)
     assert error.value.argument == argument
+
+
+def test_a_backend_that_no_operator_uses_is_checked_too():
+    with pytest.raises(ArgumentError, match="backend: must be None or one of"):
+        DenseAttention(24, 4, 2, 16, backend="Triton")
 
 
 @pytest.mark.parametrize("window", [0, 2.5])

@@ -44,6 +44,19 @@ def test_a_wrong_input_is_named(layer, x, message):
     assert error.value.argument == "x"
 
 
+@pytest.mark.parametrize("kind", [DenseAttention, NSAAttention, MSAAttention])
+def test_another_type_is_named_where_projections_have_a_bias(kind):
+    with pytest.raises(ArgumentError, match=r"x: .* torch\.float32, got torch\.float64; .*autocast"):
+        kind(24, 4, 2, 16, qkv_bias=True)(X.double())
+
+
+def test_another_device_is_named(layer):
+    with pytest.raises(ArgumentError, match=r"x: must be on the device .*, cpu, got meta"):
+        layer(X.to("meta"))
+    with pytest.raises(ArgumentError, match=r"x: must be on the device .*, meta, got cpu; .*to_empty"):
+        layer.to("meta")(X)
+
+
 def test_float64_is_named_under_autocast_too(layer):
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match=r"x: .* got torch\.float64"):
         layer(X.double())
@@ -61,6 +74,8 @@ def test_a_bound_below_the_longest_document_is_refused(layer, borders, longest):
     assert layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest).shape == X.shape
     with pytest.raises(ArgumentError, match=f"max_seqlen: must be at least {longest}, .*got {longest - 1}"):
         layer(X, cu_seqlens=cu_seqlens, max_seqlen=longest - 1)
+    with pytest.raises(ArgumentError, match="max_seqlen: must be a whole number"):
+        layer(X, cu_seqlens=cu_seqlens, max_seqlen=9.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

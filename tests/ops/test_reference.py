@@ -371,6 +371,13 @@ def bad_arguments():
     yield "no weight", "weight", lambda: compress_contract(x.k_win, None, SMALL)
     yield "a window as spec", "spec", lambda: window_attention(x.q, x.k_win, x.v_win, 5)
     yield "the spec of MSA", "spec", lambda: compress_mean(x.k_win, MSASpec())
+    yield "no spec", "spec", lambda: selected_attention(x.q, x.k_sel, x.v_sel, indices, None)
+    for offset in (None, 1.0, -1):
+        yield (
+            f"an offset of {offset}",
+            "q_offset",
+            lambda offset=offset: window_attention(x.q, x.k_win, x.v_win, SMALL, q_offset=offset),
+        )
     yield "other device", "k", lambda: window_attention(x.q, x.k_win.to("meta"), x.v_win, SMALL)
     yield "too few compressed", "k_cmp", lambda: compressed_attention(x.q, x.k_cmp[:, :2], x.v_cmp[:, :2], SMALL)
     yield "lse of another shape", "lse", lambda: select_blocks(x.q, x.k_cmp, lse[:, :4], SMALL)

@@ -19,7 +19,7 @@ from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
 from nsa.nn.rope import RopeScaling
 from nsa.ops.checks import check_borders
-from nsa.ops.dispatch import Backend
+from nsa.ops.dispatch import Backend, check_backend
 from nsa.ops.library import check_longest
 
 if TYPE_CHECKING:  # layers need only torch; the configuration needs pydantic, of the extra `train`
@@ -137,10 +137,14 @@ class Attention(nn.Module):
             raise ArgumentError("num_kv_heads", f"must divide num_heads; {num_kv_heads} does not divide {num_heads}")
         self.head_dim_k = head_size("head_dim_k", head_dim_k)
         self.head_dim_v = head_size("head_dim_v", head_dim_k if head_dim_v is None else head_dim_v)
-        if not rope_base > 0.0:
-            raise ArgumentError("rope_base", f"must be more than 0, got {rope_base}")
+        if isinstance(rope_base, str | None) or not rope_base > 0.0:
+            raise ArgumentError("rope_base", f"must be a number above 0, got {rope_base!r}")
         if not isinstance(rope_scaling, RopeScaling | None):
             raise ArgumentError("rope_scaling", f"must be a RopeScaling or None, got {type(rope_scaling).__name__}")
+        if rope_scaling and not rope_scaling.is_valid():
+            wanted = "must have a factor of at least 1, and high_freq_factor above low_freq_factor"
+            raise ArgumentError("rope_scaling", f"{wanted}, got {rope_scaling}")
+        check_backend(backend)
         self.rope_base, self.backend = rope_base, backend
         turned = self.head_dim_k if rotary_dim is None else rotary_dim
         self.rotary_dim = whole_number("rotary_dim", turned, 2, self.head_dim_k)
