@@ -40,6 +40,16 @@ def test_files_named_in_code_marks_exist(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_modules_of_the_paths_of_a_run_exist():
+    """`checkpoint.save` on the page is nsa/checkpoint/save.py."""
+    tables = Page(ROOT / "docs" / "how-it-works.md").tables
+    (paths,) = [table for table in tables if table[0] == ["path", "modules"]]
+    named = re.findall(r"`(\w+\.[\w.]+)`", str(paths))
+    places = [ROOT / "nsa" / name.removeprefix("nsa.").replace(".", "/") for name in named]
+    assert len(places) > 30
+    assert [place for place in places if not place.is_dir() and not place.with_suffix(".py").exists()] == []
+
+
 @every_page
 def test_tables_are_whole(page):
     """A row that a blank line cuts off its table is shown as text with bars in it."""
