@@ -130,9 +130,10 @@ def print_tables(found: dict[str, Any], console: Console) -> None:
     for keys in KEYS if found["recall"] else ():
         rows = [row for row in found["recall"] if row["keys"] == keys]
         depths = len(rows[0]["by_depth"])
-        columns = [f"{100 * d // depths}-{100 * (d + 1) // depths} %" for d in range(depths)]
-        table = Table("tokens", *columns, title=f"exact answers in % by depth of the key, {keys} in the prompt")
-        _print_shares(console, table, [(f"{row['length']:,}", row["by_depth"]) for row in rows])
+        names = [f"{100 * d // depths}-{100 * (d + 1) // depths} %" for d in range(depths)]
+        by_depth = zip(*(row["by_depth"] for row in rows), strict=True)
+        table = Table("depth", *lengths, title=f"exact answers in %, keys: {keys}")
+        _print_shares(console, table, list(zip(names, by_depth, strict=True)))
     for name in TASKS if found["tasks"] else ():
         rows = [row for row in found["tasks"] if row["task"] == name]
         columns = [f"{rows[0]['unit']}: {level}" for level in rows[0]["levels"]]

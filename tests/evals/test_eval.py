@@ -148,7 +148,8 @@ def test_the_command_writes_tables_json_and_figures(folder, tmp_path):
     assert "2 to 3" in result.output
     assert "1 to 1" not in result.output
     assert result.output.count("data    recall: endless generated documents") == 1
-    assert "several in the prompt" in result.output
+    assert "exact answers in %, keys: several" in result.output
+    assert all(f" {10 * d}-{10 * d + 10} % " in result.output for d in range(DEPTHS[0])), "also on 80 columns"
     assert "exact answers in %, tracking" in result.output
     found = json.loads((tmp_path / "new" / "eval.json").read_text())
     assert found["trained_length"] == 32
