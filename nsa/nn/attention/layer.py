@@ -53,6 +53,10 @@ class Exchange(Protocol):
     def halo(self, x: Tensor, width: int) -> tuple[Tensor, Tensor]: ...
 
 
+# Selection blocks of a short sequence in a check of kernels, and of a long one beyond those that a query reads.
+SHORT_BLOCKS, MORE_BLOCKS = 4, 4
+
+
 class OperatorCase(NamedTuple):
     """One operator of a layer with random inputs, for a check of its kernels.
 

@@ -1,4 +1,4 @@
-"""The MSAAttention layer: grouped attention over blocks that a learned index chooses.
+"""The MSAAttention layer: grouped attention over blocks that a learned index chooses, and its cache.
 
 Legend: B batch, S tokens, n new tokens, N tokens of a sequence so far, C channels, H query heads, G key/value heads,
 K/V head sizes, E index head size.
@@ -7,26 +7,29 @@ K/V head sizes, E index head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.attention import msa_cases, msa_context
+from nsa.nn.attention import msa_context
 from nsa.nn.attention.dense import DenseAttention
-from nsa.nn.attention.layer import Exchange, OperatorCase, check_chunks, head_size
-from nsa.nn.attention.msa_cache import MSALayerCache
+from nsa.nn.attention.layer import MORE_BLOCKS, SHORT_BLOCKS, Exchange, OperatorCase, check_chunks, head_size
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.layer_cache import decode_backend, write
+from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
+from nsa.ops.block_attention import selected_node
+from nsa.ops.block_index import index_loss_node
+from nsa.ops.branches import window_node
 from nsa.ops.checks import check_borders
 from nsa.ops.decoding import msa_decode, paged_attention
 from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.fused_step import Heads, Write
 from nsa.ops.layout import num_read
 from nsa.ops.positions import token_positions
 
@@ -231,7 +234,38 @@ class MSAAttention(DenseAttention, has_fused_step=True):
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
     ) -> list[OperatorCase]:
-        return msa_cases.operator_cases(self, seq_len, dtype, device, packed=packed, is_short=is_short)
+        spec, groups = self.spec, self.num_kv_heads
+        blocks = SHORT_BLOCKS if is_short else spec.num_selected + MORE_BLOCKS
+        tokens = min(blocks * spec.block, max(seq_len, spec.block))
+        draw = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(1, tokens, *shape, generator=draw).to(device, dtype)
+
+        q, k = random(self.num_heads, self.head_dim_k), random(groups, self.head_dim_k)
+        v, index_q, index_k = random(groups, self.head_dim_v), random(groups, self.index_dim), random(self.index_dim)
+        borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
+        sizes: dict[str, Any] = {"spec": spec, "cu_seqlens": borders}
+        counted = torch.ones(1, tokens, dtype=torch.bool, device=device)  # also queries that do not choose
+        indices = index_blocks(index_q.double(), index_k.double(), backend="reference", **sizes)
+        _, lse = selected_node(q.double(), k.double(), v.double(), indices, spec.block, borders, 0, "reference")
+
+        def index_loss(index_q: Tensor, index_k: Tensor, *, backend: str | None) -> Tensor:
+            own = index_q.dtype
+            fixed = (q.to(own), k.to(own), lse.to(torch.float64 if own == torch.float64 else torch.float32))
+            settings = (indices, counted, spec.block, borders, 0, torch.is_grad_enabled(), backend)
+            kl: Tensor = index_loss_node(index_q, index_k, *fixed, *settings)[0]
+            return kl
+
+        # Dense attention, while the index warms up.
+        win = partial(window_node, window=tokens, cu_seqlens=borders, q_offset=0)
+        qkv, of_index = {"q": q, "k": k, "v": v}, {"index_q": index_q, "index_k": index_k}
+        return [
+            OperatorCase("index", of_index, partial(index_blocks, **sizes), (index_q, index_q), selects=True),
+            OperatorCase("index_loss", of_index, index_loss, (q, index_q)),
+            OperatorCase("sel", qkv, partial(selected_attention, indices=indices, **sizes), (q, v)),
+            OperatorCase("win", qkv, win, (q, v)),
+        ]
 
     def notes(self) -> list[str]:
         if self.has_index_loss:
@@ -242,6 +276,21 @@ class MSAAttention(DenseAttention, has_fused_step=True):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, index_dim={self.index_dim}, spec={self.spec}"
+
+
+class MSALayerCache(LayerCache):
+    """Keys and values of all tokens in pages, and the index keys, one head for all groups, in pages of the same
+    numbers."""
+
+    def __init__(self, cache: KVCache, layer: MSAAttention):
+        self.msa = cache.pool(cache.page_size, layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v)
+        self.index = cache.pool(cache.page_size, 1, layer.index_dim, 0)
+        super().__init__(msa=self.msa, index=self.index)
+
+    def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
+        """The writes of keys, values and index keys; `keys` are both kinds of keys."""
+        k, index_k = keys
+        return [*self.msa.writes(k, values[0]), Write(index_k, self.index.k, is_ring=False, is_rotated=True)]
 
 
 @lru_cache
