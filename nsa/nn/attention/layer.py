@@ -207,7 +207,11 @@ class Attention(nn.Module):
         check_input(x, self.dim, self.q)
         check_borders(cu_seqlens, x)
         if self.context is not None:
-            return self._attend_divided(x, self.context, cache, cu_seqlens)
+            if cache is not None:
+                remedy = "a model divided by parallel.context does not decode; load the run with load_run"
+                raise ArgumentError("cache", remedy)
+            check_chunks(x)
+            return self.attend_context(x, self.context, cu_seqlens)
         if cache is not None:
             return self._append(x, cache, cu_seqlens)
         check_longest(max_seqlen, cu_seqlens, x.shape[1])
@@ -360,14 +364,6 @@ class Attention(nn.Module):
             write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
             outputs.append(self.attend_cached([q[:, rows] for q in queries], piece))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-
-    def _attend_divided(self, x_BSC: Tensor, context: Exchange, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
-        if cache is not None:
-            raise ArgumentError(
-                "cache", "a model divided by parallel.context does not decode; load the run with load_run"
-            )
-        check_chunks(x_BSC)
-        return self.attend_context(x_BSC, context, cu_seqlens)
 
 
 def check_chunks(x_BSC: Tensor) -> None:
