@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from nsa import faults
-from nsa.data.prepare import PART, check_text, locked, other_preparation
+from nsa.data.prepare import PART, check_text, lock_shards, other_preparation
 from nsa.data.token_shards import (
     AGAIN,
     MANIFEST,
@@ -33,7 +33,7 @@ def merge(folder: Path) -> Manifest:
     """Moves the shards of all parts in `folder` together, writes the manifest, and removes the folders of the parts."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    with locked(folder):
+    with lock_shards(folder):
         paths = sorted(path for path in folder.glob(PART.replace("{:05d}", "*")) if path.is_dir())
         parts = {path: read_manifest(path) for path in paths if (path / MANIFEST).exists()}
         if (folder / MANIFEST).exists():  # an earlier merge was killed after it wrote the manifest

@@ -7,7 +7,6 @@ finished shard is never written again.
 Several machines can each write one part of the groups, in a folder of its own with a manifest; see nsa/data/merge.py.
 """
 
-import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -43,7 +42,7 @@ from nsa.data.token_shards import (
 )
 from nsa.data.tokenizers import TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
-from nsa.files import regular, remove_unfinished
+from nsa.files import locked
 
 PART = "part-{:05d}-of-{:05d}"  # the folder of a part
 SHARD_BYTES = 64 << 20  # of text
@@ -95,7 +94,7 @@ def prepare(
                 raise DataError(f"{folder}: the parts are merged already; remove the folder to prepare them again")
             return _checked(folder, merged)
         folder /= PART.format(*part)
-    with locked(folder):
+    with lock_shards(folder):
         if fresh:
             _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
@@ -233,20 +232,9 @@ def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
     return _worker_job.write(task, units)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    with reworded(DataError, f"{folder}: cannot be used", "choose another folder", (OSError, ValueError)):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (closed below)
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be locked: {error.strerror}; choose a folder on another disk") from None
-        remove_unfinished(folder)
-        yield
+def lock_shards(folder: Path) -> AbstractContextManager[object]:
+    busy = f"{folder}: another preparation is writing to it; wait until it ends"
+    return locked(folder, DataError, f"{folder}:", busy)
 
 
 def _remove(folder: Path) -> None:

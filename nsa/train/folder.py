@@ -1,7 +1,6 @@
 """The folder of a run: whether a run may use it, its lock, whether the run is finished, and how it ended.
 nsa/run_folder.py names its files."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -28,7 +27,7 @@ from nsa.errors import (
     RankLostError,
     reworded,
 )
-from nsa.files import expand_home, regular, remove_unfinished, write_flushed
+from nsa.files import expand_home, locked, write_flushed
 from nsa.parallel.collectives import gather_objects, on_first_rank
 from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
@@ -112,22 +111,9 @@ class Claim:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
-        folder = self.folder
-        caught = (OSError, ValueError)  # ValueError: a name with a NUL character
-        with reworded(LaunchError, f"{self.option}: {str(folder)!r} cannot be used", "choose another folder", caught):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                problem = f"another run is writing into {folder}; wait for it or choose another folder"
-                raise LaunchError(f"{self.option}: {problem}") from None
-            except OSError as error:
-                raise LaunchError(f"{self.option}: {folder} cannot be locked: {error.strerror}") from None
-            remove_unfinished(folder)
-            shutil.rmtree(folder / REMOVED, ignore_errors=True)
-            self._lock = lock
+        busy = f"{self.option}: another run is writing into {self.folder}; wait for it or choose another folder"
+        with locked(self.folder, LaunchError, f"{self.option}: {str(self.folder)!r}", busy) as self._lock:
+            shutil.rmtree(self.folder / REMOVED, ignore_errors=True)
             yield
 
     def refuse_unshared(self, world: World, timeout_s: float) -> None:
