@@ -23,9 +23,8 @@ from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
 from nsa.nn.rope import rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
-from nsa.ops.block_attention import selected_node
 from nsa.ops.block_index import index_loss_node
-from nsa.ops.branches import window_node
+from nsa.ops.branches import selected_node, window_node
 from nsa.ops.checks import check_borders
 from nsa.ops.decoding import msa_decode, paged_attention
 from nsa.ops.dispatch import Backend, backend_of
