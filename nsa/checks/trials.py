@@ -24,7 +24,7 @@ import psutil
 
 from nsa.config import Config, parse_config
 from nsa.errors import CheckpointError, HangError, LaunchError, reworded
-from nsa.files import make_folder, read_regular, regular, write_whole
+from nsa.files import make_folder, read_regular, regular, replace_file, write_whole
 from nsa.inspect.reading import RunView, read_run
 from nsa.plain_yaml import dump_yaml
 from nsa.run_folder import (
@@ -258,6 +258,13 @@ def _read(folder: Path) -> RunView | None:
         return read_run(folder)
     except CheckpointError:  # the run has written nothing yet
         return None
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Writes each file atomically."""
+    for name, text in contents.items():
+        with reworded(LaunchError, f"{folder / name}: cannot be written", "choose another folder with --out"):
+            replace_file(folder / name, text.encode())
 
 
 def remove_weights(folder: Path, *, keep_nonfinite: bool = True) -> None:
