@@ -25,8 +25,7 @@ from nsa.data.token_shards import (
 )
 from nsa.data.tokenizers import TOKENIZER_FILE
 from nsa.errors import DataError, reworded
-
-SHOWN = 8  # maximum numbers in a message
+from nsa.formatting import listed
 
 
 def merge(folder: Path) -> Manifest:
@@ -67,7 +66,7 @@ def _check(folder: Path, parts: Mapping[Path, Manifest]) -> int:
         found[part.number] = part
     *_, last = found.values()
     if missing := [number for number in range(1, last.of + 1) if number not in found]:
-        shown = ", ".join(map(str, missing[:SHOWN])) + (" ..." if len(missing) > SHOWN else "")
+        shown = listed(missing, 8)
         raise DataError(f"{folder}: {len(missing)} parts are missing or not finished: {shown}; run their commands")
     return last.tasks
 

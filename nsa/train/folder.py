@@ -28,6 +28,7 @@ from nsa.errors import (
     reworded,
 )
 from nsa.files import expand_home, locked, write_flushed
+from nsa.formatting import listed
 from nsa.parallel.collectives import gather_objects, on_first_rank
 from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
@@ -67,7 +68,7 @@ def refuse_foreign(folder: Path, *, fresh: bool) -> None:
     others = {path.name for path in root.glob("[!.]*")} - known
     if fresh and others:
         raise LaunchError(
-            f"train.out_dir: {root} holds {_listed(others)}, which no run wrote and --fresh would delete; "
+            f"train.out_dir: {root} holds {listed(sorted(others), 5)}, which no run wrote and --fresh would delete; "
             "move that away or choose another folder"
         )
     found = {path.name for pattern in _AT_RISK for path in folder.glob(pattern)}
@@ -76,8 +77,8 @@ def refuse_foreign(folder: Path, *, fresh: bool) -> None:
         return
     remedy = "did you mean train.init_from? Otherwise " if {CONFIG_FILE, WEIGHTS_FILE} <= found else ""
     raise LaunchError(
-        f"train.out_dir: {folder} is not the folder of a run and holds {_listed(found)}, which a run would replace, "
-        f"remove or mix with its own files; {remedy}choose another folder"
+        f"train.out_dir: {folder} is not the folder of a run and holds {listed(sorted(found), 5)}, which a run would "
+        f"replace, remove or mix with its own files; {remedy}choose another folder"
     )
 
 
@@ -93,10 +94,6 @@ def refuse_own_weights(folder: Path, config: TrainConfig, *, is_new: bool) -> No
                 f"train.{name}: {source} belongs to train.out_dir, and the run would replace it; choose another "
                 "train.out_dir"
             )
-
-
-def _listed(names: set[str], most: int = 5) -> str:
-    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class Claim:
