@@ -97,19 +97,18 @@ def refuse_own_weights(folder: Path, config: TrainConfig, *, is_new: bool) -> No
 
 
 class Claim:
-    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost. Errors in locking
-    name the `option` that gave the folder."""
+    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost."""
 
-    def __init__(self, folder: Path, option: str = "train.out_dir"):
-        self.folder, self.option = folder, option
+    def __init__(self, folder: Path):
+        self.folder = folder
         self._lock: IO[str] | None = None
         self._lost = False
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
-        busy = f"{self.option}: another run is writing into {self.folder}; wait for it or choose another folder"
-        with locked(self.folder, LaunchError, f"{self.option}: {str(self.folder)!r}", busy) as self._lock:
+        busy = f"train.out_dir: another run is writing into {self.folder}; wait for it or choose another folder"
+        with locked(self.folder, LaunchError, f"train.out_dir: {str(self.folder)!r}", busy) as self._lock:
             shutil.rmtree(self.folder / REMOVED, ignore_errors=True)
             yield
 
@@ -127,7 +126,7 @@ class Claim:
         on_first_rank(world, lambda: probe.unlink(missing_ok=True))
         if others:
             raise LaunchError(
-                f"{self.option}: {', '.join(others[:3])} and rank 0 do not share a folder, into which every rank "
+                f"train.out_dir: {', '.join(others[:3])} and rank 0 do not share a folder, into which every rank "
                 "writes its part of a checkpoint; choose one folder for all, on a file system that the machines share"
             )
 
@@ -135,7 +134,7 @@ class Claim:
         """Writes a file with a new name, for which a network file system asks its server. A leftover of it is one of
         those that `remove_unfinished` removes."""
         name = f".shared.txt.{secrets.token_hex(8)}"
-        with reworded(LaunchError, f"{self.option}: {self.folder} cannot be used", "choose another folder"):
+        with reworded(LaunchError, f"train.out_dir: {self.folder} cannot be used", "choose another folder"):
             write_flushed(self.folder / name, b"")
         return name
 
