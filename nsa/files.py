@@ -5,7 +5,6 @@ bounded size. The path of the folder itself may contain links. All functions but
 """
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -92,13 +91,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, kind: type[NSAError], name: str, busy: str) -> Iterator[IO[str]]:
-    """Creates the folder and locks it for this process by its file `.lock`, which it yields. Errors are of this `kind`:
-    with the message `busy` if another process holds the lock, else with one that begins with `name`."""
+def locked(path: Path, kind: type[NSAError], name: str, busy: str) -> Iterator[IO[str]]:
+    """Creates a folder and locks it for this process by the file `path` in it, which it yields. Errors are of this
+    `kind`: with the message `busy` if another process holds the lock, else with one that begins with `name`."""
+    import fcntl  # Unix only
+
     caught = (OSError, ValueError)  # ValueError: a name with a NUL character
     with reworded(kind, f"{name} cannot be used", "choose another folder", caught):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (held below)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a", opener=regular)  # noqa: SIM115  (held below)
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +107,7 @@ def locked(folder: Path, kind: type[NSAError], name: str, busy: str) -> Iterator
             raise kind(busy) from None
         except OSError as error:
             raise kind(f"{name} cannot be locked: {error.strerror}; choose a folder on another disk") from None
-        remove_unfinished(folder)
+        remove_unfinished(path.parent)
         yield lock
 
 

@@ -212,7 +212,7 @@ def hold_results(folder: Path) -> Iterator[None]:
     if is_foreign:
         raise LaunchError(f"--out: {folder} holds files that are not of a check; choose a new or empty folder")
     busy = f"--out: another run is writing into {folder}; wait for it or choose another folder"
-    with locked(folder, LaunchError, f"--out: {str(folder)!r}", busy):
+    with locked(folder / LOCK_FILE, LaunchError, f"--out: {str(folder)!r}", busy):
         yield
 
 

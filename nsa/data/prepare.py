@@ -53,6 +53,7 @@ from nsa.files import locked
 from nsa.formatting import listed
 
 PART = "part-{:05d}-of-{:05d}"  # the folder of a part
+LOCK = ".lock"
 SHARD_BYTES = 64 << 20  # of text
 _size = attrgetter("size")
 
@@ -242,7 +243,7 @@ def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
 
 def _locked(folder: Path) -> AbstractContextManager[object]:
     busy = f"{folder}: another preparation is writing to it; wait until it ends"
-    return locked(folder, DataError, f"{folder}:", busy)
+    return locked(folder / LOCK, DataError, f"{folder}:", busy)
 
 
 def _remove(folder: Path) -> None:
@@ -320,7 +321,7 @@ def _join_parts(folder: Path, parts: Mapping[Path, Manifest], tasks: int) -> Man
 
 def _remove_part(part: Path) -> None:
     """Removes the folder of a merged part, unless it contains other files."""
-    for name in (MANIFEST, TOKENIZER_FILE, ".lock"):
+    for name in (MANIFEST, TOKENIZER_FILE, LOCK):
         (part / name).unlink(missing_ok=True)
     with suppress(OSError):
         part.rmdir()

@@ -108,7 +108,7 @@ class Claim:
     def hold(self) -> Iterator[None]:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
         busy = f"train.out_dir: another run is writing into {self.folder}; wait for it or choose another folder"
-        with locked(self.folder, LaunchError, f"train.out_dir: {str(self.folder)!r}", busy) as self._lock:
+        with locked(self.folder / LOCK_FILE, LaunchError, f"train.out_dir: {str(self.folder)!r}", busy) as self._lock:
             shutil.rmtree(self.folder / REMOVED, ignore_errors=True)
             yield
 
