@@ -17,7 +17,7 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
-from nsa.nn.rope import RopeScaling
+from nsa.nn.rope import RopeScaling, Tables
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend
 from nsa.ops.library import check_longest
@@ -225,9 +225,7 @@ class Attention(nn.Module):
     def build_cache(self, cache: KVCache) -> LayerCache:
         raise NotImplementedError
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Queries (all tensors [B, n, ...] that attention takes per query), keys and values, rotated."""
         raise NotImplementedError
 

@@ -21,7 +21,7 @@ from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import Tables, rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
 from nsa.ops.block_index import index_loss_node
 from nsa.ops.branches import selected_node, window_node
@@ -158,7 +158,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         indices = index_blocks(*index, self.spec, backend=backend_of("index", self.backend), **settings)
         return selected_attention(q, k, v, indices, self.spec, backend=backend_of("sel", self.backend), **settings)
 
-    def project_index(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project_index(self, x_BSC: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Index queries [B, S, G, E] and index keys [B, S, E], rotated by `tables`. Their gradient ends here."""
         q, k = project(x_BSC.detach(), [self.index_q, self.index_k])
         index_q = self.index_q_norm(q.unflatten(-1, (self.num_kv_heads, self.index_dim))).to(q.dtype)
@@ -169,9 +169,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
     def build_cache(self, cache: KVCache) -> MSALayerCache:
         return MSALayerCache(cache, self)
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
         return [q_BnHK, index_q_BnGE], [*keys, index_k_BnE.unsqueeze(2)], values

@@ -22,7 +22,7 @@ from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
 from nsa.nn.layer_cache import LayerCache, after_cached, decode_backend, put, take, write
 from nsa.nn.projection import project_heads
-from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, Tables, rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
     compress_contract,
@@ -169,9 +169,7 @@ class NSAAttention(Attention, has_fused_step=True):
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK, self.gate(x_BnC)], keys, values
 
@@ -279,7 +277,7 @@ class NSAAttention(Attention, has_fused_step=True):
         sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
         return f"{sizes}, spec={self.spec}"
 
-    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def projections(self, x_BSC: Tensor, tables: Tables) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win. Queries and keys are rotated by
         `tables` from `rotary_tables`, except keys that are compressed first."""
         q_BSHK, raw, values = project_heads(self, x_BSC)
