@@ -1,7 +1,7 @@
 """Safe file access inside run folders, which may come from anywhere, and atomic writes.
 
 All code that reads or writes inside a run folder opens its files with these functions: only regular files, no links, a
-bounded size. The path of the folder itself may contain links. All functions raise OSError.
+bounded size. The path of the folder itself may contain links. All functions but `locked` raise OSError.
 """
 
 import errno
@@ -12,7 +12,9 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO, BinaryIO, cast
+
+from nsa.errors import NSAError, reworded
 
 LARGEST_DOCUMENT = 64 * 2**20  # bytes of a file that is read whole
 LARGEST_LOG = 4 * 2**30  # bytes of a file that is read line by line
@@ -86,6 +88,27 @@ def write_whole(path: Path, text: str) -> None:
     """Replaces the file without waiting for the disk: a crash of the machine may lose it."""
     with open_replacement(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def locked(path: Path, kind: type[NSAError], name: str, busy: str) -> Iterator[IO[str]]:
+    """Creates a folder and locks it for this process by the file `path` in it, which it yields. Errors are of this
+    `kind`: with the message `busy` if another process holds the lock, else with one that begins with `name`."""
+    import fcntl  # Unix only
+
+    caught = (OSError, ValueError)  # ValueError: a name with a NUL character
+    with reworded(kind, f"{name} cannot be used", "choose another folder", caught):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "a", opener=regular)  # noqa: SIM115  (held below)
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise kind(busy) from None
+        except OSError as error:
+            raise kind(f"{name} cannot be locked: {error.strerror}; choose a folder on another disk") from None
+        remove_unfinished(path.parent)
+        yield lock
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from nsa.errors import printable
@@ -31,6 +32,11 @@ def short(value: float) -> str:
 def counted(count: int, one: str, many: str = "") -> str:
     """Formats a count with its noun: 1 rank, 2 ranks, 1,024 passes. `many` is the plural if adding an s is wrong."""
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def listed(items: Sequence[object], most: int) -> str:
+    """Formats the first `most` items: 3, 5, 8 and 2 more."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def exact(value: float, spec: str = ".4f") -> str:

@@ -22,6 +22,7 @@ from nsa.checkpoint.format import INDEX_FILE, MODEL, STATE_FILE, STATE_VERSION, 
 from nsa.checkpoint.legacy import LegacyReader
 from nsa.checkpoint.storage import ShardReader
 from nsa.errors import CheckpointError, reworded
+from nsa.formatting import listed
 from nsa.run_folder import read_json
 
 
@@ -122,17 +123,15 @@ def check_shapes(path: Path, saved: Mapping[str, torch.Size], own: Mapping[str, 
     missing = sorted(set(own) - set(saved))
     unknown = sorted(set(saved) - set(own))
     if missing or unknown:
-        lists = [f"it {verb} {_some(names)}" for verb, names in (("lacks", missing), ("also has", unknown)) if names]
+        lists = [
+            f"it {verb} {listed(names, 3)}" for verb, names in (("lacks", missing), ("also has", unknown)) if names
+        ]
         remedy = "the model needs the configuration and the tokenizer with which this was saved"
         raise CheckpointError(f"{path}: does not fit this model: {' and '.join(lists)}; {remedy}")
     kind = "checkpoint" if path.is_dir() else "file"
     for name, shape in saved.items():
         if shape != own[name]:
             raise CheckpointError(f"{path}: {name} is {list(shape)} in the {kind} and {list(own[name])} in the model")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _cause(error: BaseException) -> str:

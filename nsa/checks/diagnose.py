@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from rich.text import Text
 
 from nsa import __version__
-from nsa.checks.pages import write_files
 from nsa.checks.probe import NOT_CHECKED, ProbeResult, describe, run_probe
 from nsa.checks.progress import Progress
 from nsa.checks.trials import (
@@ -32,6 +31,7 @@ from nsa.checks.trials import (
     remove_weights,
     run_trial,
     usable_gpus,
+    write_files,
 )
 from nsa.config import Config
 from nsa.errors import HangError, NumericsError, OutOfMemoryError

@@ -24,7 +24,7 @@ import psutil
 
 from nsa.config import Config, parse_config
 from nsa.errors import CheckpointError, HangError, LaunchError, reworded
-from nsa.files import make_folder, read_regular, regular, write_whole
+from nsa.files import locked, make_folder, read_regular, regular, replace_file, write_whole
 from nsa.inspect.reading import RunView, read_run
 from nsa.plain_yaml import dump_yaml
 from nsa.run_folder import (
@@ -207,13 +207,12 @@ def prepare_to_launch() -> None:
 def hold_results(folder: Path) -> Iterator[None]:
     """Locks the folder of a check, which replaces the trials of an earlier check. Raises LaunchError if the folder
     holds files and was never locked."""
-    from nsa.train.folder import Claim
-
     with reworded(LaunchError, f"--out: {str(folder)!r} cannot be used", "choose another folder"):
         is_foreign = folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK_FILE).exists()
     if is_foreign:
         raise LaunchError(f"--out: {folder} holds files that are not of a check; choose a new or empty folder")
-    with Claim(folder, "--out").hold():
+    busy = f"--out: another run is writing into {folder}; wait for it or choose another folder"
+    with locked(folder / LOCK_FILE, LaunchError, f"--out: {str(folder)!r}", busy):
         yield
 
 
@@ -258,6 +257,13 @@ def _read(folder: Path) -> RunView | None:
         return read_run(folder)
     except CheckpointError:  # the run has written nothing yet
         return None
+
+
+def write_files(folder: Path, contents: Mapping[str, str]) -> None:
+    """Writes each file atomically."""
+    for name, text in contents.items():
+        with reworded(LaunchError, f"{folder / name}: cannot be written", "choose another folder with --out"):
+            replace_file(folder / name, text.encode())
 
 
 def remove_weights(folder: Path, *, keep_nonfinite: bool = True) -> None:

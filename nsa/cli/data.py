@@ -89,7 +89,7 @@ def merge(folder: Folder) -> None:
     The same command resumes an interrupted merge.
     """
     from nsa import faults
-    from nsa.data.merge import merge as merge_parts
+    from nsa.data.prepare import merge as merge_parts
 
     faults.arm(os.environ.get("NSA_FAULTS", ""))
     _print_prepared(folder, merge_parts(folder))

@@ -23,6 +23,13 @@ from nsa.config.fields import (
 )
 
 LONGEST_SEQUENCE = 2**27  # tokens
+_PATHS = {  # what a source needs in data.paths
+    "text": "a file, folder or glob, for example data.paths=[notes.txt]",
+    "chat": ".jsonl files, for example data.paths=[chats.jsonl]",
+    "prepared": "a folder that `nsa data prepare` wrote",
+    "megatron": "the files or folders of a corpus",
+    "datatrove": "the files or folders of a corpus",
+}
 
 
 class SourceConfig(Section):
@@ -66,16 +73,8 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _check_paths(self) -> Self:
-        if self.source == "text" and not self.paths:
-            raise field_error(
-                "paths", "the text source needs a file, folder or glob, for example data.paths=[notes.txt]"
-            )
-        if self.source == "chat" and not self.paths:
-            raise field_error("paths", "the chat source needs .jsonl files, for example data.paths=[chats.jsonl]")
-        if self.source == "prepared" and not self.paths:
-            raise field_error("paths", "the prepared source needs a folder that `nsa data prepare` wrote")
-        if self.source in ("megatron", "datatrove") and not self.paths:
-            raise field_error("paths", f"the {self.source} source needs the files or folders of a corpus")
+        if self.source in _PATHS and not self.paths:
+            raise field_error("paths", f"the {self.source} source needs {_PATHS[self.source]}")
         if self.source == "hub" and not self.repo and not self.paths:
             raise field_error("repo", "the hub source needs a repository, for example data.repo=wikimedia/wikipedia")
         if self.repo and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", self.repo):

@@ -4,19 +4,21 @@ The plan groups units by their sizes before the first unit is read. The text of 
 several if it is larger than `shard_bytes`. So the result does not depend on the number of processes or of restarts. A
 finished shard is never written again.
 
-Several machines can each write one part of the groups, in a folder of its own with a manifest; see nsa/data/merge.py.
+Several machines can each write one part of the groups, in a folder of its own with a manifest. `merge` joins the parts:
+the result has the same bytes as a preparation on one machine, since a part contains whole shards with their final
+numbers, and only the manifest depends on all parts. A merge moves nothing before it has checked all parts, and one that
+was killed can be repeated.
 """
 
-import fcntl
 import hashlib
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
@@ -33,19 +35,25 @@ from nsa.data.token_shards import (
     Manifest,
     PartEntry,
     ShardEntry,
+    check_size,
     has_sizes,
+    make_manifest,
     read_entries,
     read_manifest,
     shard_path,
+    sizes_of,
+    store_manifest,
     write_entries,
     write_manifest,
     write_shard,
 )
-from nsa.data.tokenizers import TokenArray, Tokenizer
+from nsa.data.tokenizers import TOKENIZER_FILE, TokenArray, Tokenizer
 from nsa.errors import DataError, reworded
-from nsa.files import regular, remove_unfinished
+from nsa.files import locked
+from nsa.formatting import listed
 
 PART = "part-{:05d}-of-{:05d}"  # the folder of a part
+LOCK = ".lock"
 SHARD_BYTES = 64 << 20  # of text
 _size = attrgetter("size")
 
@@ -90,19 +98,19 @@ def prepare(
         chosen = PartEntry(number=part[0], of=part[1], tasks=len(plan.tasks))
         if (folder / MANIFEST).exists():  # the parts are merged
             if (merged := read_manifest(folder)).plan != plan.name:
-                raise other_preparation(folder, "remove it")
+                raise _other_preparation(folder, "remove it")
             if fresh:
                 raise DataError(f"{folder}: the parts are merged already; remove the folder to prepare them again")
             return _checked(folder, merged)
         folder /= PART.format(*part)
-    with locked(folder):
+    with _locked(folder):
         if fresh:
             _remove(folder)
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         found = [] if manifest else read_entries(folder)
         plans = {(manifest.plan, manifest.part)} if manifest else {(entry.plan, chosen) for entry in chain(*found)}
         if not plans <= {(plan.name, chosen)}:
-            raise other_preparation(folder)
+            raise _other_preparation(folder)
         if manifest:
             return _checked(folder, manifest)
         tasks = {task: plan.tasks[task] for task in (chosen.groups if chosen else range(len(plan.tasks)))}
@@ -122,7 +130,7 @@ def prepare(
             report()
         entries = [entry for task in tasks for entry in done[task]]
         if chosen is None:
-            check_text(entries)
+            _check_text(entries)
         with reworded(DataError, f"{folder / MANIFEST}: cannot be written"):
             write_manifest(folder, plan.name, source.name, tokenizer, entries, chosen)
         return read_manifest(folder)
@@ -137,12 +145,12 @@ def _checked(folder: Path, manifest: Manifest) -> Manifest:
     return manifest
 
 
-def check_text(entries: Sequence[ShardEntry]) -> None:
+def _check_text(entries: Sequence[ShardEntry]) -> None:
     if not sum(entry.documents for entry in entries):
         raise DataError("data.source: no document contains text; give data.paths that contain text")
 
 
-def other_preparation(folder: Path, remedy: str = "--fresh to replace them") -> DataError:
+def _other_preparation(folder: Path, remedy: str = "--fresh to replace them") -> DataError:
     return DataError(
         f"{folder}: contains shards of another preparation (other files, text field, tokenizer or shard size); choose "
         f"another folder, or {remedy}"
@@ -233,20 +241,9 @@ def _write(task: int, units: Sequence[Unit]) -> list[ShardEntry]:
     return _worker_job.write(task, units)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    with reworded(DataError, f"{folder}: cannot be used", "choose another folder", (OSError, ValueError)):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a", opener=regular)  # noqa: SIM115  (closed below)
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another preparation is writing to it; wait until it ends") from None
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be locked: {error.strerror}; choose a folder on another disk") from None
-        remove_unfinished(folder)
-        yield
+def _locked(folder: Path) -> AbstractContextManager[object]:
+    busy = f"{folder}: another preparation is writing to it; wait until it ends"
+    return locked(folder / LOCK, DataError, f"{folder}:", busy)
 
 
 def _remove(folder: Path) -> None:
@@ -254,3 +251,77 @@ def _remove(folder: Path) -> None:
     for pattern in ("shard-*.json", "shard-*.tokens", "shard-*.docs"):
         for path in folder.glob(pattern):
             path.unlink()
+
+
+def merge(folder: Path) -> Manifest:
+    """Moves the shards of all parts in `folder` together, writes the manifest, and removes the folders of the parts."""
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    with _locked(folder):
+        paths = sorted(path for path in folder.glob(PART.replace("{:05d}", "*")) if path.is_dir())
+        parts = {path: read_manifest(path) for path in paths if (path / MANIFEST).exists()}
+        if (folder / MANIFEST).exists():  # an earlier merge was killed after it wrote the manifest
+            merged = read_manifest(folder)
+            if any(part.plan != merged.plan for part in parts.values()):
+                raise _other_preparation(folder, "remove its shards")
+        else:
+            tasks = _check_parts(folder, parts)
+            with reworded(DataError, f"{folder}: the parts cannot be merged"):
+                merged = _join_parts(folder, parts, tasks)
+        for path in paths:
+            _remove_part(path)
+        return merged
+
+
+def _check_parts(folder: Path, parts: Mapping[Path, Manifest]) -> int:
+    """Raises DataError unless these are all parts of one preparation. Returns its number of groups of units."""
+    if not parts:
+        raise DataError(f"{folder}: contains no finished part; `nsa data prepare {folder} --part 1/N ...` writes one")
+    (first, same), *_ = parts.items()
+    found: dict[int, PartEntry] = {}
+    for path, manifest in parts.items():
+        part = manifest.part
+        if part is None or same.part is None or (manifest.plan, part.of) != (same.plan, same.part.of):
+            raise DataError(
+                f"{path}: is not a part of the same preparation as {first} (other files, text field, tokenizer, shard "
+                "size or number of parts); prepare it again with --fresh, or remove it"
+            )
+        if {entry.number % part.tasks for entry in manifest.shards} != set(part.groups):
+            raise DataError(f"{path / MANIFEST}: is damaged: its shards are not those of part {part.number}; {AGAIN}")
+        found[part.number] = part
+    *_, last = found.values()
+    if missing := [number for number in range(1, last.of + 1) if number not in found]:
+        shown = listed(missing, 8)
+        raise DataError(f"{folder}: {len(missing)} parts are missing or not finished: {shown}; run their commands")
+    return last.tasks
+
+
+def _join_parts(folder: Path, parts: Mapping[Path, Manifest], tasks: int) -> Manifest:
+    moves = []
+    for path, manifest in parts.items():
+        for entry in manifest.shards:
+            for name, size in sizes_of(entry, np.dtype(manifest.tokenizer.dtype).itemsize).items():
+                moves.append((path / name, folder / name))
+                found = path / name if (path / name).exists() else folder / name  # an earlier merge moved it
+                check_size(found, size, found.stat().st_size)
+    (first, same), *_ = parts.items()
+    entries = [entry for manifest in parts.values() for entry in manifest.shards]
+    entries.sort(key=lambda entry: (entry.number % tasks, entry.number))
+    _check_text(entries)
+    for source, target in moves:
+        with suppress(FileNotFoundError):
+            source.rename(target)
+        faults.point("merge.moved")
+    file = first / TOKENIZER_FILE
+    merged = make_manifest(same.plan, same.source, same.tokenizer, entries)
+    store_manifest(folder, merged, file.read_bytes() if file.exists() else None)
+    faults.point("merge.manifest")
+    return merged
+
+
+def _remove_part(part: Path) -> None:
+    """Removes the folder of a merged part, unless it contains other files."""
+    for name in (MANIFEST, TOKENIZER_FILE, LOCK):
+        (part / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        part.rmdir()

@@ -20,7 +20,6 @@ from nsa.data.chat import CHAT_TEMPLATE_FILE, template_beside
 from nsa.data.tokenizers import BUILT_IN, TOKENIZER_FILE, ByteTokenizer, load_tokenizer
 from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.hf import stock
-from nsa.hf.names import HF_LAYER, INSIDE, OUTSIDE
 from nsa.nn.attention import attention_layers
 from nsa.nn.model import build_model
 from nsa.run_folder import WEIGHTS_FILE, read_json
@@ -286,9 +285,9 @@ def _target(name: str, *, is_own: bool) -> str:
     """Returns the parameter of a decoder with dense layers, or of an own export, that a tensor of the folder fills."""
     if is_own:
         return name.removeprefix(_OWN) if name.startswith(_OWN) else ""
-    if match := HF_LAYER.fullmatch(name):
-        return f"blocks.{match[1]}.{INSIDE.get(match[2])}.{match[3]}"
-    return OUTSIDE.get(name, "")
+    if match := stock.HF_LAYER.fullmatch(name):
+        return f"blocks.{match[1]}.{stock.INSIDE.get(match[2])}.{match[3]}"
+    return stock.OUTSIDE.get(name, "")
 
 
 def _read_tensors(source: Path) -> Iterator[tuple[str, str, Tensor]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nsa.formatting import seconds, short
+from nsa.formatting import listed, seconds, short
 from nsa.inspect.reading import FAILED, PREEMPTED, RECENT, RUNNING, SILENT, RunView
 from nsa.inspect.run_files import lookup
 from nsa.run_folder import ALL_LAYERS, BRANCHES, GateStats
@@ -111,6 +111,5 @@ def _others(view: RunView) -> Iterator[str]:
     elif any(entry.kind == "data_fallback" for entry in view.timeline):
         yield "trains on synthetic text: its data did not answer"
     if lost := view.telemetry_failures:
-        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in list(lost.items())[:4])
-        more = f" and {len(lost) - 4} more ranks" if len(lost) > 4 else ""
-        yield f"records could not be written: {ranks}{more}; look at the disk and the tracker"
+        ranks = listed([f"{count} of rank {rank}" for rank, count in lost.items()], 4)
+        yield f"records could not be written: {ranks}; look at the disk and the tracker"

@@ -16,7 +16,7 @@ import yaml
 from nsa import __version__, run_folder
 from nsa.errors import LaunchError, printable, reworded
 from nsa.files import write_whole
-from nsa.formatting import DASH, clock, exact, one_line, percent, seconds, short
+from nsa.formatting import DASH, clock, exact, listed, one_line, percent, seconds, short
 from nsa.inspect.evaluation import evaluation_facts, evaluation_figures
 from nsa.inspect.health import is_unhealthy, unhealthy
 from nsa.inspect.reading import RunView
@@ -252,7 +252,7 @@ def _timeline(view: RunView) -> str:
 def _ranks(ranks: tuple[int, ...], size: int) -> str:
     if len(ranks) == size:
         return "all" if size > 1 else "0"
-    return ", ".join(map(str, ranks[:6])) + (f" and {len(ranks) - 6} more" if len(ranks) > 6 else "")
+    return listed(ranks, 6)
 
 
 def _environment(view: RunView) -> str:

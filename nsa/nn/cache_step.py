@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.rope import rotary_tables
+from nsa.nn.rope import Tables, rotary_tables
 from nsa.ops.layout import num_compressed
 from nsa.ops.spec import NSASpec
 
@@ -110,7 +110,7 @@ class CacheStep:
         piece.positions, piece._shared = self.positions[:, tokens].contiguous(), {}
         return tokens, piece
 
-    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+    def rotary(self, *settings: Any) -> Tables:
         """Rotary tables of the positions; `settings` as for `rotary_tables`."""
         return self.shared(("rotary", *settings), lambda: rotary_tables(self.positions, *settings))
 
@@ -165,7 +165,7 @@ class NewCompressed:
         key = ("sources", self.spec, size, is_ring)
         return self.step.shared(key, lambda: self.step.places(self._tokens, size, is_ring))
 
-    def rotary(self, *settings: Any) -> tuple[Tensor, Tensor]:
+    def rotary(self, *settings: Any) -> Tables:
         """Rotary tables of the compressed keys; `settings` as for `rotary_tables`."""
         return self.step.shared(("compressed", self.spec, *settings), lambda: rotary_tables(self.first, *settings))
 

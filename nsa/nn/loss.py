@@ -10,7 +10,7 @@ backward writes their gradient in it. Otherwise several float32 copies of them a
 Legend: B batch, S tokens, T tokens of a batch or a chunk, C channels, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -102,7 +102,9 @@ class _ChunkedLoss(torch.autograd.Function):
         dhidden = torch.empty_like(hidden_TC) if needs_hidden else None
         dweight = torch.zeros_like(weight_VC, dtype=torch.float32) if needs_weight else None
         weight = weight_VC.to(dtype)
-        for rows in _rows(hidden_TC, weight):
+        size = _chunk(len(weight))
+        for start in range(0, len(hidden_TC), size):
+            rows = slice(start, start + size)
             hidden = hidden_TC[rows].to(dtype)
             logits = (hidden @ weight.T).requires_grad_(needs_hidden or needs_weight)
             with torch.set_grad_enabled(logits.requires_grad):
@@ -126,12 +128,6 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dweight = (None if grad is None else grad.mul_(grads[0]) for grad in ctx.saved_tensors)
         return None, None, None, dhidden, dweight
-
-
-def _rows(hidden_TC: Tensor, weight_VC: Tensor) -> Iterator[slice]:
-    size = _chunk(weight_VC.shape[0])
-    for start in range(0, hidden_TC.shape[0], size):
-        yield slice(start, min(start + size, hidden_TC.shape[0]))
 
 
 def _chunk(vocabulary: int) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nsa.ops.positions import cos_sin
 
+Tables = tuple[Tensor, Tensor]  # cos and sin of rotary angles
+
 
 class RopeScaling(NamedTuple):
     """Lowers rotary frequencies for a context longer than the one a model was first trained with.
@@ -40,9 +42,7 @@ class RopeScaling(NamedTuple):
         return frequency * (kept + (1.0 - kept) / self.factor)
 
 
-def rotary_tables(
-    position: Tensor, rotary_dim: int, base: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(position: Tensor, rotary_dim: int, base: float, scaling: RopeScaling | None = None) -> Tables:
     """cos and sin [L, R/2] in float32 for integer positions [L]; [B, L, R/2] for positions [B, L]."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=position.device) / rotary_dim
     frequency = base**-exponent
@@ -53,7 +53,7 @@ def rotary_tables(
     return cos, sin
 
 
-def rotate(x_BLHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BLHD: Tensor, tables: Tables) -> Tensor:
     """Rotates channel pairs by the angles of `tables`, which determine R; the other channels of a head are unchanged.
     Computes in float32 (float64 for float64), returns the dtype of x."""
     acc = torch.float64 if x_BLHD.dtype == torch.float64 else torch.float32

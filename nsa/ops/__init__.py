@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 from nsa.ops.spec import MSASpec, NSASpec
 
 if TYPE_CHECKING:
-    from nsa.ops.block_attention import selected_attention
     from nsa.ops.block_index import index_blocks, msa_attention
-    from nsa.ops.branches import compressed_attention, select_blocks, window_attention
+    from nsa.ops.branches import compressed_attention, select_blocks, selected_attention, window_attention
     from nsa.ops.compression import compress_contract, compress_mean
     from nsa.ops.decoding import PagedKV, RingKV, msa_decode, nsa_decode, paged_attention
     from nsa.ops.library import checked_values
@@ -52,9 +51,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "block_attention": ("selected_attention",),
     "block_index": ("index_blocks", "msa_attention"),
-    "branches": ("compressed_attention", "select_blocks", "window_attention"),
+    "branches": ("compressed_attention", "select_blocks", "selected_attention", "window_attention"),
     "compression": ("compress_contract", "compress_mean"),
     "decoding": ("PagedKV", "RingKV", "msa_decode", "nsa_decode", "paged_attention"),
     "library": ("checked_values",),

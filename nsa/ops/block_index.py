@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nsa.errors import ArgumentError
 from nsa.ops import dispatch, selection_cache
-from nsa.ops.block_attention import selected_node
-from nsa.ops.branches import window_node
+from nsa.ops.branches import selected_node, window_node
 from nsa.ops.causal import causal_attention
 from nsa.ops.checks import (
     check_device,
@@ -141,10 +140,6 @@ def _choose(
     return indices
 
 
-def _choice_shape(index_q: Tensor, index_k: Tensor, spec: Sequence[int], *_: object) -> Tensor:
-    return index_q.new_empty(*index_q.shape[:3], spec[1], dtype=torch.int32)
-
-
 def _lose(
     index_q: Tensor, index_k: Tensor, q: Tensor, k: Tensor, lse: Tensor, indices: Tensor | None, counted: Tensor,
     block: int, cu_seqlens: Tensor | None, q_offset: int, has_grads: bool, backend: str | None,
@@ -172,10 +167,13 @@ def _scale(d_kl: Tensor, d_index_q: Tensor, d_index_k: Tensor) -> tuple[Tensor, 
     return d_index_q * d_kl, (d_index_k * d_kl).to(d_index_q.dtype)
 
 
-def _scale_shapes(d_kl: Tensor, d_index_q: Tensor, d_index_k: Tensor) -> tuple[Tensor, Tensor]:
-    return d_index_q.new_empty(d_index_q.shape), d_index_q.new_empty(d_index_k.shape)
-
-
-index_node = define("index_blocks", _choose, _choice_shape)
+index_node = define(
+    "index_blocks", _choose, lambda q, k, spec, *_: q.new_empty(*q.shape[:3], spec[1], dtype=torch.int32)
+)
 index_loss_node = define("index_loss", _lose, _loss_shapes)
-differentiate(index_loss_node, _scale, lambda output, *_: output[1:], _scale_shapes)
+differentiate(
+    index_loss_node,
+    _scale,
+    lambda output, *_: output[1:],
+    lambda d_kl, d_q, d_k: (d_q.new_empty(d_q.shape), d_q.new_empty(d_k.shape)),
+)

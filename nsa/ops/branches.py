@@ -1,5 +1,5 @@
-"""The compressed and the window branch of Native Sparse Attention, and the selection of blocks. See `nsa.ops` for
-shapes, `spec`, `cu_seqlens`, `q_offset` and `backend`."""
+"""The three branches of Native Sparse Attention, and the selection of blocks; the selected branch is that of every kind
+of selection. See `nsa.ops` for shapes, `spec`, `cu_seqlens`, `q_offset` and `backend`."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,7 @@ from nsa.errors import ArgumentError
 from nsa.ops import dispatch, selection_cache
 from nsa.ops.checks import (
     check_device,
+    check_ints,
     check_keys,
     check_pair,
     check_sequence,
@@ -18,9 +19,17 @@ from nsa.ops.checks import (
     sequence_length,
 )
 from nsa.ops.layout import num_slots
-from nsa.ops.library import attention_shapes, check_border_values, define, differentiate, refuse_tangents, spec_of
+from nsa.ops.library import (
+    attention_shapes,
+    check_border_values,
+    check_index_values,
+    define,
+    differentiate,
+    refuse_tangents,
+    spec_of,
+)
 from nsa.ops.observe import notify
-from nsa.ops.spec import NSASpec
+from nsa.ops.spec import NSASpec, SelectionSpec
 
 
 def compressed_attention(
@@ -84,6 +93,32 @@ def cached_selection(
     return selection_cache.select(lambda: select_node(*arguments))
 
 
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    spec: SelectionSpec,
+    *,
+    cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention over the tokens of the selected blocks at positions up to the query's own: [B,S,H,Dv].
+
+    q [B,S,H,Dk], k [B,S,G,Dk], v [B,S,G,Dv]; indices int32 [B,S,G,num_selected] as `select_blocks` returns them: no
+    block twice in a row, padded with -1. A block has `spec.sel_block` tokens.
+    """
+    if not hasattr(spec, "num_selected"):
+        raise ArgumentError("spec", f"must be an NSASpec, MSASpec or other SelectionSpec, got {type(spec).__name__}")
+    check_sequence("q", q, cu_seqlens)
+    check_pair("k", k, "v", v, q, sequence_length(q, q_offset))
+    wanted = [q.shape[0], q.shape[1], k.shape[2], spec.num_selected]
+    check_ints("indices", indices, "[B, S, G, num_selected]", wanted, q)
+    refuse_tangents("selected_attention", q, k, v)
+    return selected_node(q, k, v, indices, spec.sel_block, cu_seqlens, q_offset, backend)[0]
+
+
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -138,6 +173,25 @@ def _select(
     return indices
 
 
+def _attend_selected(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, block: int, cu_seqlens: Tensor | None, q_offset: int,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    check_index_values(indices, k.shape[1], block)
+    check_border_values(cu_seqlens, k.shape[1])
+    kernels = dispatch.choose("sel", backend, q, v, count=True)
+    notify("read", q, k, indices, block, cu_seqlens, q_offset)
+    return kernels.forward(q, k, v, indices, block, cu_seqlens, q_offset=q_offset)
+
+
+def _attend_selected_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, o: Tensor, lse: Tensor, block: int,
+    cu_seqlens: Tensor | None, q_offset: int, backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kernels = dispatch.choose("sel", backend, q, v, count=False)
+    return kernels.backward(do, q, k, v, indices, o, lse, block, cu_seqlens, q_offset=q_offset)
+
+
 def _attend_window(
     q: Tensor, k: Tensor, v: Tensor, window: int, cu_seqlens: Tensor | None, q_offset: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -162,6 +216,12 @@ def _backward_arguments(
 # Attention returns output and log-sum-exp, its backward the gradients of q, k and v. Selection has no gradient.
 compressed_node = define("compressed_attention", _attend_compressed, attention_shapes)
 compressed_backward_node = differentiate(compressed_node, _attend_compressed_backward, _backward_arguments)
+selected_node = define("selected_attention", _attend_selected, attention_shapes)
+selected_backward_node = differentiate(
+    selected_node,
+    _attend_selected_backward,
+    lambda output, q, k, v, indices, *settings: (q, k, v, indices, *output, *settings),
+)
 window_node = define("window_attention", _attend_window, attention_shapes)
 window_backward_node = differentiate(window_node, _attend_window_backward, _backward_arguments)
 select_node = define(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import dispatch
-from nsa.ops.block_attention import selected_node
-from nsa.ops.branches import cached_selection, compressed_node, num_cmp_keys, window_node
+from nsa.ops.branches import cached_selection, compressed_node, num_cmp_keys, selected_node, window_node
 from nsa.ops.checks import check_gates, check_pair, check_sequence, check_spec, check_tensor, sequence_length
 from nsa.ops.dispatch import Backend, backend_of
 from nsa.ops.layout import token_layout

@@ -19,22 +19,18 @@ class SelectionSpec(Protocol):
     @property
     def sel_block(self) -> int:
         """Tokens in one selection block."""
-        ...
 
     @property
     def num_selected(self) -> int:
         """Blocks each query reads, including forced ones."""
-        ...
 
     @property
     def num_init(self) -> int:
         """First blocks, always read."""
-        ...
 
     @property
     def num_local(self) -> int:
         """Newest blocks up to the query's own, always read."""
-        ...
 
 
 def _check_sizes(spec: object, ranges: dict[str, tuple[int, int]]) -> None:

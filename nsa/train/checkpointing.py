@@ -37,7 +37,7 @@ from nsa.checkpoint.restore import fill, read_random, read_state, saved_shapes
 from nsa.checkpoint.save import Saver, Snapshot
 from nsa.config import Config, differences
 from nsa.config.schema import TrainConfig
-from nsa.errors import CheckpointError, ConfigError
+from nsa.errors import CheckpointError, ConfigError, reworded
 from nsa.parallel.collectives import gather_objects, lost_rank, on_first_rank
 from nsa.parallel.world import World
 from nsa.train.monitor import Monitor
@@ -287,7 +287,8 @@ def restore(state: RunState, checkpoint: Path) -> None:
             value = torch.zeros((), device=state.device) if key == "step" else torch.zeros_like(parameter.detach())
             tensors[moment] = state.optimizer.state[parameter][key] = value
     fill(tensors, checkpoint, state.world.cpu_group, lambda names: _verify(checkpoint, names, state.world))
-    try:
+    damage = (KeyError, TypeError, ValueError, OverflowError)
+    with reworded(CheckpointError, f"{checkpoint}: its state cannot be read", caught=damage):
         state.progress = _read_progress(saved["progress"])
         if state.progress.step != step_of(checkpoint):
             raise ValueError(f"progress.step is {state.progress.step}")
@@ -296,8 +297,6 @@ def restore(state: RunState, checkpoint: Path) -> None:
         if state.scale.enabled and scale.get("enabled", factor != 1.0):  # older checkpoints lack it
             state.scale.value, state.scale.clean_steps = factor, clean_steps
         state.data = None if saved.get("data") is None else str(saved["data"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{checkpoint}: its state cannot be read: {error}") from None
     generators = read_random(checkpoint, state.world.rank)
     if generators is not None:
         write_generators(generators, state.device)
@@ -340,7 +339,8 @@ def read_generators(device: torch.device) -> dict[str, Any]:
 
 
 def write_generators(state: dict[str, Any], device: torch.device) -> None:
-    try:
+    damage = (KeyError, TypeError, ValueError, OverflowError, RuntimeError)
+    with reworded(CheckpointError, "the saved random state cannot be read", caught=damage):
         torch.set_rng_state(_from_hex(state["torch"]))
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -348,8 +348,6 @@ def write_generators(state: dict[str, Any], device: torch.device) -> None:
         np.random.set_state({**state["numpy"], "state": {**inner, "key": np.array(inner["key"], dtype=np.uint32)}})
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_from_hex(state["cuda"]), device)
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"the saved random state cannot be read: {error}") from None
 
 
 def _from_hex(text: str) -> Tensor:

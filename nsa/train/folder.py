@@ -1,7 +1,6 @@
 """The folder of a run: whether a run may use it, its lock, whether the run is finished, and how it ended.
 nsa/run_folder.py names its files."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -28,7 +27,8 @@ from nsa.errors import (
     RankLostError,
     reworded,
 )
-from nsa.files import expand_home, regular, remove_unfinished, write_flushed
+from nsa.files import expand_home, locked, write_flushed
+from nsa.formatting import listed
 from nsa.parallel.collectives import gather_objects, on_first_rank
 from nsa.parallel.world import World
 from nsa.plain_yaml import dump_yaml
@@ -68,7 +68,7 @@ def refuse_foreign(folder: Path, *, fresh: bool) -> None:
     others = {path.name for path in root.glob("[!.]*")} - known
     if fresh and others:
         raise LaunchError(
-            f"train.out_dir: {root} holds {_listed(others)}, which no run wrote and --fresh would delete; "
+            f"train.out_dir: {root} holds {listed(sorted(others), 5)}, which no run wrote and --fresh would delete; "
             "move that away or choose another folder"
         )
     found = {path.name for pattern in _AT_RISK for path in folder.glob(pattern)}
@@ -77,8 +77,8 @@ def refuse_foreign(folder: Path, *, fresh: bool) -> None:
         return
     remedy = "did you mean train.init_from? Otherwise " if {CONFIG_FILE, WEIGHTS_FILE} <= found else ""
     raise LaunchError(
-        f"train.out_dir: {folder} is not the folder of a run and holds {_listed(found)}, which a run would replace, "
-        f"remove or mix with its own files; {remedy}choose another folder"
+        f"train.out_dir: {folder} is not the folder of a run and holds {listed(sorted(found), 5)}, which a run would "
+        f"replace, remove or mix with its own files; {remedy}choose another folder"
     )
 
 
@@ -96,38 +96,20 @@ def refuse_own_weights(folder: Path, config: TrainConfig, *, is_new: bool) -> No
             )
 
 
-def _listed(names: set[str], most: int = 5) -> str:
-    return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 class Claim:
-    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost. Errors in locking
-    name the `option` that gave the folder."""
+    """The folder of a run, which rank 0 locks. Rank 0 tells the other ranks if the folder is lost."""
 
-    def __init__(self, folder: Path, option: str = "train.out_dir"):
-        self.folder, self.option = folder, option
+    def __init__(self, folder: Path):
+        self.folder = folder
         self._lock: IO[str] | None = None
         self._lost = False
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Locks the folder for this process. A second run in the folder is refused while the first is alive."""
-        folder = self.folder
-        caught = (OSError, ValueError)  # ValueError: a name with a NUL character
-        with reworded(LaunchError, f"{self.option}: {str(folder)!r} cannot be used", "choose another folder", caught):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / LOCK_FILE, "a", opener=regular)  # noqa: SIM115  (held below)
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                problem = f"another run is writing into {folder}; wait for it or choose another folder"
-                raise LaunchError(f"{self.option}: {problem}") from None
-            except OSError as error:
-                raise LaunchError(f"{self.option}: {folder} cannot be locked: {error.strerror}") from None
-            remove_unfinished(folder)
-            shutil.rmtree(folder / REMOVED, ignore_errors=True)
-            self._lock = lock
+        busy = f"train.out_dir: another run is writing into {self.folder}; wait for it or choose another folder"
+        with locked(self.folder / LOCK_FILE, LaunchError, f"train.out_dir: {str(self.folder)!r}", busy) as self._lock:
+            shutil.rmtree(self.folder / REMOVED, ignore_errors=True)
             yield
 
     def refuse_unshared(self, world: World, timeout_s: float) -> None:
@@ -144,7 +126,7 @@ class Claim:
         on_first_rank(world, lambda: probe.unlink(missing_ok=True))
         if others:
             raise LaunchError(
-                f"{self.option}: {', '.join(others[:3])} and rank 0 do not share a folder, into which every rank "
+                f"train.out_dir: {', '.join(others[:3])} and rank 0 do not share a folder, into which every rank "
                 "writes its part of a checkpoint; choose one folder for all, on a file system that the machines share"
             )
 
@@ -152,7 +134,7 @@ class Claim:
         """Writes a file with a new name, for which a network file system asks its server. A leftover of it is one of
         those that `remove_unfinished` removes."""
         name = f".shared.txt.{secrets.token_hex(8)}"
-        with reworded(LaunchError, f"{self.option}: {self.folder} cannot be used", "choose another folder"):
+        with reworded(LaunchError, f"train.out_dir: {self.folder} cannot be used", "choose another folder"):
             write_flushed(self.folder / name, b"")
         return name
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from nsa import faults
-from nsa.data.merge import merge
-from nsa.data.prepare import prepare
+from nsa.data.prepare import merge, prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.tokenizers import ByteTokenizer
 

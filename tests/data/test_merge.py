@@ -7,8 +7,7 @@ import signal
 
 import pytest
 
-from nsa.data.merge import merge
-from nsa.data.prepare import make_plan, prepare
+from nsa.data.prepare import make_plan, merge, prepare
 from nsa.data.sources.text import TextSource
 from nsa.data.token_shards import MANIFEST, open_shards, verify
 from nsa.data.tokenizers import load_tokenizer

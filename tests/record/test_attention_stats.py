@@ -20,7 +20,7 @@ from nsa.inspect.view import frame
 from nsa.nn import NSAAttention
 from nsa.nn.attention import attention_layers
 from nsa.ops import MSASpec, NSASpec, dispatch, index_blocks, msa_attention
-from nsa.ops.block_attention import selected_node
+from nsa.ops.branches import selected_node
 from nsa.ops.layout import token_layout
 from nsa.ops.observe import notify, observing
 from nsa.record import attention_stats

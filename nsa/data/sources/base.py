@@ -68,12 +68,9 @@ class Source(Protocol):
 
     def units(self) -> Sequence[Unit]:
         """Returns all units, in an order that depends on names alone. Reads no document."""
-        ...
 
     def documents(self, unit: Unit, skipped: Skipped) -> Iterator[str]:
         """Yields the documents of a unit, without empty ones."""
-        ...
 
     def fingerprint(self) -> str:
         """Returns a hash that changes when files are added, removed or changed, or another text field is read."""
-        ...

@@ -82,13 +82,9 @@ class Unpacked(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        try:
+        broken = f"{self._name}: its {self._codec} data is broken after {self._size} bytes of contents"
+        with reworded(DataError, broken, GET_AGAIN, (pa.ArrowException, OSError)):
             block: bytes = self._stream.read(len(buffer))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{self._name}: its {self._codec} data is broken after {self._size} bytes of contents: {error}; "
-                f"{GET_AGAIN}"
-            ) from None
         packed = self._file.tell()
         if not packed:
             raise DataError(f"{self._name}: is empty, a {self._codec} file never is; {GET_AGAIN}")

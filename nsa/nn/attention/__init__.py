@@ -38,7 +38,12 @@ __all__ = [
 
 Kind = TypeVar("Kind", bound=type[Attention])
 
-_REGISTRY: dict[str, type[Attention]] = {}
+_REGISTRY: dict[str, type[Attention]] = {
+    "nsa": NSAAttention,
+    "msa": MSAAttention,
+    "dense": DenseAttention,
+    "window": WindowAttention,
+}
 
 
 def register(name: str) -> Callable[[Kind], Kind]:
@@ -48,17 +53,10 @@ def register(name: str) -> Callable[[Kind], Kind]:
         if name in _REGISTRY:
             raise ArgumentError("name", f"{name!r} is already the name of {_REGISTRY[name].__name__}")
         _REGISTRY[name] = kind
-        if name not in kinds.KINDS:
-            kinds.KINDS.append(name)
+        kinds.KINDS.append(name)
         return kind
 
     return add
-
-
-register("nsa")(NSAAttention)
-register("msa")(MSAAttention)
-register("dense")(DenseAttention)
-register("window")(WindowAttention)
 
 
 def build_attention(kind: str, config: Architecture, backend: Backend = None) -> Attention:

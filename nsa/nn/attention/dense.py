@@ -16,7 +16,7 @@ from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import project_heads
-from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, Tables, rotary_tables, rotate
 from nsa.ops.causal import causal_attention
 from nsa.ops.decoding import paged_attention
 from nsa.ops.dispatch import Backend, backend_of
@@ -91,7 +91,7 @@ class DenseAttention(Attention, has_fused_step=True):
         earlier = k_BSGK.shape[1] - q_BSHK.shape[1]
         return causal_attention(q_BSHK, k_BSGK, v_BSGV, cu_seqlens=cu_seqlens, q_offset=earlier, **settings)
 
-    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def projections(self, x_BSC: Tensor, tables: Tables) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries and keys, rotated by `tables` from `rotary_tables`, and values."""
         q_BSHK, keys, values = project_heads(self, x_BSC)
         return rotate(q_BSHK, tables), [rotate(k, tables) for k in keys], values
@@ -99,9 +99,7 @@ class DenseAttention(Attention, has_fused_step=True):
     def build_cache(self, cache: KVCache) -> LayerCache:
         return LayerCache(dense=cache.pool(cache.page_size, self.num_kv_heads, self.head_dim_k, self.head_dim_v))
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK], keys, values
 

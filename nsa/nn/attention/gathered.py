@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from nsa.nn.attention.layer import Exchange, Pending
-from nsa.ops.block_attention import selected_backward_node, selected_node
-from nsa.ops.branches import window_backward_node, window_node
+from nsa.ops.branches import selected_backward_node, selected_node, window_backward_node, window_node
 from nsa.ops.layout import cached_with, token_layout
 from nsa.ops.reference.masked_attention import accumulation_dtype
 

@@ -17,7 +17,7 @@ from nsa.nn.cache_step import CacheStep
 from nsa.nn.decode_step import fused_attention
 from nsa.nn.layer_cache import LayerCache, after_cached, write
 from nsa.nn.projection import check_input, reset_parts
-from nsa.nn.rope import RopeScaling
+from nsa.nn.rope import RopeScaling, Tables
 from nsa.ops.checks import check_borders
 from nsa.ops.dispatch import Backend, check_backend
 from nsa.ops.library import check_longest
@@ -51,6 +51,10 @@ class Exchange(Protocol):
     def reduce_scatter(self, whole: Tensor) -> Pending: ...
 
     def halo(self, x: Tensor, width: int) -> tuple[Tensor, Tensor]: ...
+
+
+# Selection blocks of a short sequence in a check of kernels, and of a long one beyond those that a query reads.
+SHORT_BLOCKS, MORE_BLOCKS = 4, 4
 
 
 class OperatorCase(NamedTuple):
@@ -207,7 +211,11 @@ class Attention(nn.Module):
         check_input(x, self.dim, self.q)
         check_borders(cu_seqlens, x)
         if self.context is not None:
-            return self._attend_divided(x, self.context, cache, cu_seqlens)
+            if cache is not None:
+                remedy = "a model divided by parallel.context does not decode; load the run with load_run"
+                raise ArgumentError("cache", remedy)
+            check_chunks(x)
+            return self.attend_context(x, self.context, cu_seqlens)
         if cache is not None:
             return self._append(x, cache, cu_seqlens)
         check_longest(max_seqlen, cu_seqlens, x.shape[1])
@@ -221,9 +229,7 @@ class Attention(nn.Module):
     def build_cache(self, cache: KVCache) -> LayerCache:
         raise NotImplementedError
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Queries (all tensors [B, n, ...] that attention takes per query), keys and values, rotated."""
         raise NotImplementedError
 
@@ -360,14 +366,6 @@ class Attention(nn.Module):
             write(piece, kept.writes([k[:, rows] for k in keys], [v[:, rows] for v in values]))
             outputs.append(self.attend_cached([q[:, rows] for q in queries], piece))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-
-    def _attend_divided(self, x_BSC: Tensor, context: Exchange, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
-        if cache is not None:
-            raise ArgumentError(
-                "cache", "a model divided by parallel.context does not decode; load the run with load_run"
-            )
-        check_chunks(x_BSC)
-        return self.attend_context(x_BSC, context, cu_seqlens)
 
 
 def check_chunks(x_BSC: Tensor) -> None:

@@ -1,32 +1,34 @@
-"""The MSAAttention layer: grouped attention over blocks that a learned index chooses.
+"""The MSAAttention layer: grouped attention over blocks that a learned index chooses, and its cache.
 
-Legend: B batch, S tokens, n new tokens, N tokens of a sequence so far, C channels, H query heads, G key/value heads,
-K/V head sizes, E index head size.
+Legend: B batch, S tokens, n new tokens, N tokens of a sequence so far, T all tokens of a sequence, C channels, H query
+heads, G key/value heads, K/V head sizes, E index head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.attention import msa_cases, msa_context
 from nsa.nn.attention.dense import DenseAttention
-from nsa.nn.attention.layer import Exchange, OperatorCase, check_chunks, head_size
-from nsa.nn.attention.msa_cache import MSALayerCache
+from nsa.nn.attention.gathered import SELECTED, WINDOW, Gathered, GatheredCall, Half, attend_gathered, plan
+from nsa.nn.attention.layer import MORE_BLOCKS, SHORT_BLOCKS, Exchange, OperatorCase, check_chunks, head_size
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
-from nsa.nn.layer_cache import decode_backend, write
+from nsa.nn.layer_cache import LayerCache, decode_backend, write
 from nsa.nn.projection import check_input, project
-from nsa.nn.rope import rotary_tables, rotate
+from nsa.nn.rope import Tables, rotary_tables, rotate
 from nsa.ops import MSASpec, index_blocks, msa_attention, selected_attention
+from nsa.ops.block_index import index_loss_node
+from nsa.ops.branches import selected_node, window_node
 from nsa.ops.checks import check_borders
 from nsa.ops.decoding import msa_decode, paged_attention
 from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.fused_step import Heads, Write
 from nsa.ops.layout import num_read
 from nsa.ops.positions import token_positions
 
@@ -111,7 +113,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         check_borders(cu_seqlens, x)
         if self.context is not None:
             check_chunks(x)
-            return msa_context.attend_context(self, x, self.context, cu_seqlens, counted)
+            return self._attend_divided(x, self.context, cu_seqlens, counted)
         tables = rotary_tables(token_positions(x.shape[1], cu_seqlens, x.device), *self.rotary)
         q, (k,), (v,) = self.projections(x, tables)
         index_q, index_k = self.project_index(x, tables)
@@ -156,7 +158,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         indices = index_blocks(*index, self.spec, backend=backend_of("index", self.backend), **settings)
         return selected_attention(q, k, v, indices, self.spec, backend=backend_of("sel", self.backend), **settings)
 
-    def project_index(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project_index(self, x_BSC: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Index queries [B, S, G, E] and index keys [B, S, E], rotated by `tables`. Their gradient ends here."""
         q, k = project(x_BSC.detach(), [self.index_q, self.index_k])
         index_q = self.index_q_norm(q.unflatten(-1, (self.num_kv_heads, self.index_dim))).to(q.dtype)
@@ -167,9 +169,7 @@ class MSAAttention(DenseAttention, has_fused_step=True):
     def build_cache(self, cache: KVCache) -> MSALayerCache:
         return MSALayerCache(cache, self)
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         index_q_BnGE, index_k_BnE = self.project_index(x_BnC, tables)
         return [q_BnHK, index_q_BnGE], [*keys, index_k_BnE.unsqueeze(2)], values
@@ -188,7 +188,48 @@ class MSAAttention(DenseAttention, has_fused_step=True):
         return self._attend(q_BnHK, k_BNGK, v_BNGV, (index_q_BnGE, index_k_BN1E.squeeze(2)))
 
     def attend_context(self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None) -> Tensor:
-        return msa_context.attend_context(self, x_BSC, context, cu_seqlens, None)[0]
+        return self._attend_divided(x_BSC, context, cu_seqlens, None)[0]
+
+    def _attend_divided(
+        self, x_BSC: Tensor, context: Exchange, cu_seqlens: Tensor | None, counted: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The output, index loss and number of queries of this rank's tokens; the loss is 0 without `counted`.
+
+        The index keys of all groups are small: they are gathered at once. Keys and values are gathered one key/value
+        head after the other, and the index loss of a head is computed while its keys are there."""
+        spec, here = self.spec, plan(x_BSC, cu_seqlens, context)
+        length = context.size * x_BSC.shape[1]
+        tables = rotary_tables(here.position, *self.rotary)
+        by = {name: backend_of(name, self.backend) for name in ("index", "index_loss", "sel", "win")}
+        chooses = length > spec.dense_tokens
+        indices: Tensor | None = None
+        if chooses:
+            index_q, index_k = self.project_index(x_BSC, tables)
+            index_k_T = _gather(index_k.detach(), here.chunk_place, context)
+        q, (k,), (v,) = self.projections(x_BSC, tables)
+        if chooses and not self.is_dense:
+            call = GatheredCall(SELECTED, {"block": spec.block}, context, here, by["sel"])
+            gathered = Gathered(k, v, call)  # while blocks are chosen
+            chosen = []
+            for half in here.halves:
+                options: dict[str, Any] = {"cu_seqlens": half.borders, "q_offset": half.first, "backend": by["index"]}
+                chosen.append(index_blocks(index_q[:, half.rows], index_k_T[:, : half.stop], spec, **options))
+            indices = torch.cat(chosen, dim=1)
+        else:
+            call = GatheredCall(WINDOW, {"window": length}, context, here, by["win"])
+            gathered = Gathered(k, v, call)
+        if chooses and counted is not None:
+            counted = counted & (here.position >= spec.dense_tokens)
+            has_grads = torch.is_grad_enabled() and (index_q.requires_grad or index_k.requires_grad)
+            losses = _IndexLosses(index_q, index_k_T, counted, indices, spec.block, has_grads, by["index_loss"])
+            o_BSHV, _ = attend_gathered(gathered, q, k, v, indices, attended=losses.add)
+            kl: Tensor = _IndexLoss.apply(losses, call, index_q, index_k)  # type: ignore[no-untyped-call]
+            queries = counted.sum()
+        else:
+            o_BSHV, _ = attend_gathered(gathered, q, k, v, indices)
+            kl = torch.zeros((), dtype=torch.float32, device=q.device)
+            queries = kl.to(torch.int64)
+        return self.out(o_BSHV.flatten(2)), kl, queries
 
     def index_parameters(self) -> list[nn.Parameter]:
         parts = (self.index_q, self.index_k, self.index_q_norm, self.index_k_norm)
@@ -231,7 +272,38 @@ class MSAAttention(DenseAttention, has_fused_step=True):
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
     ) -> list[OperatorCase]:
-        return msa_cases.operator_cases(self, seq_len, dtype, device, packed=packed, is_short=is_short)
+        spec, groups = self.spec, self.num_kv_heads
+        blocks = SHORT_BLOCKS if is_short else spec.num_selected + MORE_BLOCKS
+        tokens = min(blocks * spec.block, max(seq_len, spec.block))
+        draw = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(1, tokens, *shape, generator=draw).to(device, dtype)
+
+        q, k = random(self.num_heads, self.head_dim_k), random(groups, self.head_dim_k)
+        v, index_q, index_k = random(groups, self.head_dim_v), random(groups, self.index_dim), random(self.index_dim)
+        borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
+        sizes: dict[str, Any] = {"spec": spec, "cu_seqlens": borders}
+        counted = torch.ones(1, tokens, dtype=torch.bool, device=device)  # also queries that do not choose
+        indices = index_blocks(index_q.double(), index_k.double(), backend="reference", **sizes)
+        _, lse = selected_node(q.double(), k.double(), v.double(), indices, spec.block, borders, 0, "reference")
+
+        def index_loss(index_q: Tensor, index_k: Tensor, *, backend: str | None) -> Tensor:
+            own = index_q.dtype
+            fixed = (q.to(own), k.to(own), lse.to(torch.float64 if own == torch.float64 else torch.float32))
+            settings = (indices, counted, spec.block, borders, 0, torch.is_grad_enabled(), backend)
+            kl: Tensor = index_loss_node(index_q, index_k, *fixed, *settings)[0]
+            return kl
+
+        # Dense attention, while the index warms up.
+        win = partial(window_node, window=tokens, cu_seqlens=borders, q_offset=0)
+        qkv, of_index = {"q": q, "k": k, "v": v}, {"index_q": index_q, "index_k": index_k}
+        return [
+            OperatorCase("index", of_index, partial(index_blocks, **sizes), (index_q, index_q), selects=True),
+            OperatorCase("index_loss", of_index, index_loss, (q, index_q)),
+            OperatorCase("sel", qkv, partial(selected_attention, indices=indices, **sizes), (q, v)),
+            OperatorCase("win", qkv, win, (q, v)),
+        ]
 
     def notes(self) -> list[str]:
         if self.has_index_loss:
@@ -242,6 +314,80 @@ class MSAAttention(DenseAttention, has_fused_step=True):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, index_dim={self.index_dim}, spec={self.spec}"
+
+
+class MSALayerCache(LayerCache):
+    """Keys and values of all tokens in pages, and the index keys, one head for all groups, in pages of the same
+    numbers."""
+
+    def __init__(self, cache: KVCache, layer: MSAAttention):
+        self.msa = cache.pool(cache.page_size, layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v)
+        self.index = cache.pool(cache.page_size, 1, layer.index_dim, 0)
+        super().__init__(msa=self.msa, index=self.index)
+
+    def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
+        """The writes of keys, values and index keys; `keys` are both kinds of keys."""
+        k, index_k = keys
+        return [*self.msa.writes(k, values[0]), Write(index_k, self.index.k, is_ring=False, is_rotated=True)]
+
+
+def _gather(index_k: Tensor, chunk_place: Tensor, context: Exchange) -> Tensor:
+    """[B, S, E] of this rank -> [B, T, E] of the sequence."""
+    gathered = context.gather(index_k.transpose(0, 1)).wait()
+    whole: Tensor = gathered.unflatten(0, (2 * context.size, -1))[chunk_place].flatten(0, 1)
+    return whole.transpose(0, 1)
+
+
+class _IndexLosses:
+    """The index loss of this rank's queries with its gradients, summed over chunks and heads."""
+
+    def __init__(
+        self,
+        index_q: Tensor,
+        index_k_T: Tensor,
+        counted: Tensor,
+        indices: Tensor | None,
+        block: int,
+        has_grads: bool,
+        backend: str | None,
+    ):
+        self.index_q, self.index_k_T, self.counted, self.indices = index_q.detach(), index_k_T, counted, indices
+        self.block, self.has_grads, self.backend = block, has_grads, backend
+        sums = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+        self.kl = index_q.new_zeros((), dtype=sums)
+        self.d_index_q = torch.zeros_like(self.index_q)
+        self.d_index_k_T = torch.zeros_like(index_k_T, dtype=sums)
+
+    def add(self, half: Half, part: slice, q: Tensor, k: Tensor, lse: Tensor) -> None:
+        """Adds the loss of the queries of a chunk in the key/value heads `part`, whose attention was just computed."""
+        rows, stop = half.rows, half.stop
+        indices = None if self.indices is None else self.indices[:, rows, part]
+        kl, d_index_q, d_index_k = index_loss_node(
+            self.index_q[:, rows, part], self.index_k_T[:, :stop], q, k, lse, indices, self.counted[:, rows],
+            self.block, half.borders, half.first, self.has_grads, self.backend,
+        )  # fmt: skip
+        self.kl = self.kl + kl
+        if self.has_grads:
+            self.d_index_q[:, rows, part] = d_index_q
+            self.d_index_k_T[:, :stop] += d_index_k
+
+
+class _IndexLoss(torch.autograd.Function):
+    """The sum of `_IndexLosses` with its gradient; that of the index keys is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: _IndexLosses, call: GatheredCall, index_q: Tensor, index_k: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(losses.d_index_q, losses.d_index_k_T)
+        ctx.local = index_k.shape[1]
+        return losses.kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_index_q, d_index_k_T = ctx.saved_tensors
+        sent = ctx.call.scatter((d_index_k_T * grads[0]).transpose(0, 1), ctx.local)
+        d_index_k = ctx.call.context.reduce_scatter(sent).wait().transpose(0, 1).to(d_index_q.dtype)
+        return None, None, d_index_q * grads[0], d_index_k
 
 
 @lru_cache

@@ -1,30 +1,32 @@
-"""The NSAAttention layer: projections, rotary positions, compression, the three branches, gates.
+"""The NSAAttention layer: projections, rotary positions, compression, the three branches, gates, and its cache.
 
-Legend: B batch, S tokens, C channels, H query heads, G key/value heads, N compressed tokens, K/V head sizes.
+Legend: B batch, S tokens, n new tokens, C channels, H query heads, G key/value heads, N compressed tokens, m compressed
+tokens that new tokens complete, K/V head sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from nsa.errors import ArgumentError
-from nsa.nn.attention import nsa_cases, nsa_context
-from nsa.nn.attention.layer import Attention, Exchange, OperatorCase
-from nsa.nn.attention.nsa_cache import NSALayerCache
+from nsa.nn.attention import nsa_context
+from nsa.nn.attention.layer import MORE_BLOCKS, SHORT_BLOCKS, Attention, Exchange, OperatorCase
 from nsa.nn.cache import KVCache
 from nsa.nn.cache_step import CacheStep
 from nsa.nn.compressor import MeanCompressor, MeanMLPCompressor, MLPCompressor
 from nsa.nn.gate import BranchGate
-from nsa.nn.layer_cache import decode_backend, write
+from nsa.nn.layer_cache import LayerCache, after_cached, decode_backend, put, take, write
 from nsa.nn.projection import project_heads
-from nsa.nn.rope import RopeScaling, rotary_tables, rotate
+from nsa.nn.rope import RopeScaling, Tables, rotary_tables, rotate
 from nsa.ops import (
     NSASpec,
+    compress_contract,
+    compress_mean,
     compressed_attention,
     nsa_attention,
     nsa_decode,
@@ -33,7 +35,9 @@ from nsa.ops import (
     window_attention,
 )
 from nsa.ops.dispatch import Backend, backend_of
+from nsa.ops.fused_step import Heads, Write
 from nsa.ops.layout import num_compressed, num_read, visible_compressed
+from nsa.ops.mixing import mix_node
 from nsa.ops.positions import positions
 
 if TYPE_CHECKING:
@@ -165,9 +169,7 @@ class NSAAttention(Attention, has_fused_step=True):
         out_BSC: Tensor = self.out(o_BSHV.flatten(2))
         return out_BSC
 
-    def read_tokens(
-        self, x_BnC: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def read_tokens(self, x_BnC: Tensor, tables: Tables) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         q_BnHK, keys, values = self.projections(x_BnC, tables)
         return [q_BnHK, self.gate(x_BnC)], keys, values
 
@@ -212,7 +214,45 @@ class NSAAttention(Attention, has_fused_step=True):
     def operator_cases(
         self, seq_len: int, dtype: torch.dtype, device: torch.device, *, packed: bool, is_short: bool
     ) -> list[OperatorCase]:
-        return nsa_cases.operator_cases(self, seq_len, dtype, device, packed=packed, is_short=is_short)
+        spec = self.spec
+        # Two compressed tokens in each document at least: a query that sees only one has no gradient to compare.
+        least = 3 * (spec.cmp_block + spec.cmp_stride)
+        blocks = SHORT_BLOCKS if is_short else spec.num_selected + MORE_BLOCKS
+        tokens = max(least, min(blocks * spec.sel_block, max(seq_len, spec.sel_block)))
+        draw = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw).to(device, dtype)
+
+        q = random(1, tokens, self.num_heads, self.head_dim_k)
+        k, v = (random(1, tokens, self.num_kv_heads, size) for size in (self.head_dim_k, self.head_dim_v))
+        weight = random(spec.cmp_block, self.head_dim_k, self.head_dim_k) / spec.cmp_block
+        mixed = {name: random(1, tokens, self.num_heads, self.head_dim_v) for name in ("cmp", "sel", "win")}
+        mixed["gates"] = random(1, tokens, self.num_heads, 3).sigmoid()
+        borders = torch.tensor([0, tokens // 3 + 1, tokens], dtype=torch.int32, device=device) if packed else None
+        sizes: dict[str, Any] = {"spec": spec, "cu_seqlens": borders}
+        with torch.no_grad():
+            exact = {**sizes, "backend": "reference"}
+            k_cmp, v_cmp = (compress_mean(x.double(), **exact).to(dtype) for x in (k, v))
+            _, lse = compressed_attention(q.double(), k_cmp.double(), v_cmp.double(), **exact)
+            indices = select_blocks(q.double(), k_cmp.double(), lse, **exact)
+
+        def select(q: Tensor, k: Tensor, *, backend: str | None) -> Tensor:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            return select_blocks(q, k, lse.to(wide), backend=backend, **sizes)
+
+        # "mean_mlp" is the sum of both, and the mean is the part with a kernel of its own.
+        contracts = type(self.phi_k) is MLPCompressor
+        phi = partial(compress_contract if contracts else compress_mean, **sizes)
+        qkv = {"q": q, "k": k, "v": v}
+        return [
+            OperatorCase("select", {"q": q, "k": k_cmp}, select, (q, k_cmp), selects=True),
+            OperatorCase("phi", {"x": k, "weight": weight} if contracts else {"x": k}, phi, (q, v)),
+            OperatorCase("cmp", {"q": q, "k": k_cmp, "v": v_cmp}, partial(compressed_attention, **sizes), (q, v)),
+            OperatorCase("sel", qkv, partial(selected_attention, indices=indices, **sizes), (q, v)),
+            OperatorCase("win", qkv, partial(window_attention, **sizes), (q, v)),
+            OperatorCase("mix", mixed, mix_node, (q, v)),
+        ]
 
     def dense_targets(self, name: str) -> list[str]:
         part, _, rest = name.partition(".")
@@ -237,7 +277,7 @@ class NSAAttention(Attention, has_fused_step=True):
         sizes += f", force_branch={self.force_branch!r}" if self.force_branch else ""
         return f"{sizes}, spec={self.spec}"
 
-    def projections(self, x_BSC: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def projections(self, x_BSC: Tensor, tables: Tables) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Queries [B, S, H, .]; keys and values [B, S, G, .] for cmp, sel, win. Queries and keys are rotated by
         `tables` from `rotary_tables`, except keys that are compressed first."""
         q_BSHK, raw, values = project_heads(self, x_BSC)
@@ -282,6 +322,74 @@ class NSAAttention(Attention, has_fused_step=True):
             unused += [part[i] for part in (self.k, self.v, self.k_norm) for i in others]
         for module in unused:
             module.requires_grad_(False)
+
+
+class NSALayerCache(LayerCache):
+    """The tensors that an NSA layer keeps in a cache.
+
+    All keys and values of the selected branch are in pages, the compressed tokens in pages of the same numbers, the
+    newest keys and values of the window branch in a ring, and the raw tokens that the next compressed token needs in
+    another ring. With shared keys and values the window also reads the pages, and the second ring holds only keys.
+    """
+
+    def __init__(self, cache: KVCache, layer: NSAAttention):
+        self.layer, groups, dim_k, dim_v = layer, layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v
+        self.sel = cache.pool(cache.page_size, groups, dim_k, dim_v)
+        self.cmp = cache.pool(cache.page_size // layer.spec.cmp_stride, groups, dim_k, dim_v)
+        self.tail = cache.pool(layer.spec.cmp_block, groups, dim_k, 0 if layer.shared_kv else dim_v, is_ring=True)
+        self.win = self.sel if layer.shared_kv else cache.pool(layer.spec.window, groups, dim_k, dim_v, is_ring=True)
+        super().__init__(sel=self.sel, cmp=self.cmp, win=None if layer.shared_kv else self.win, tail=self.tail)
+
+    def writes(self, keys: Sequence[Heads], values: Sequence[Heads]) -> list[Write[Heads]]:
+        """The writes of keys and values of cmp, sel and win, or of one shared pair."""
+        k_raw, k_sel, k_win = keys if len(keys) == 3 else [*keys] * 3
+        v_raw, v_sel, v_win = values if len(values) == 3 else [*values] * 3
+        is_turned = self.layer.compress == "after_rotation"
+        writes = self.sel.writes(k_sel, v_sel) + self.tail.writes(k_raw, v_raw, is_rotated=is_turned)
+        # Shared values are not rotated: those of sel are also the raw values.
+        return writes[:-1] if self.layer.shared_kv else writes + self.win.writes(k_win, v_win)
+
+    def write_compressed(self, step: CacheStep, k_cmp: Tensor, v_cmp: Tensor) -> None:
+        """Writes the compressed tokens [B, m, G, .] of the pass; keys are rotated."""
+        index = step.compressed(self.layer.spec).index
+        put(self.cmp.k, index, k_cmp)
+        put(self.cmp.v, index, v_cmp)
+
+    def compress(self, step: CacheStep) -> None:
+        """Compresses the blocks that the pass completes, from tokens already in the cache."""
+        if not step.completes:
+            return
+        layer, new = self.layer, step.compressed(self.layer.spec)
+        raw_v = self.sel if layer.shared_kv else self.tail
+        k = take(self.tail.k, new.sources(self.tail.k.shape[1], self.tail.is_ring))
+        v = take(raw_v.v, new.sources(raw_v.v.shape[1], raw_v.is_ring))
+        rows = new.first.shape
+        phis = ((layer.phi_k, k), (layer.phi_v, v))
+        k_cmp, v_cmp = (phi(x.flatten(0, 1)).view(*rows, *x.shape[3:]) for phi, x in phis)
+        if layer.compress == "before_rotation":
+            k_cmp = rotate(k_cmp, new.rotary(*layer.rotary))
+        self.write_compressed(step, k_cmp, v_cmp)
+
+    def branches(self, cached: Sequence[Tensor], step: CacheStep) -> tuple[Tensor, ...]:
+        """Keys and values of cmp, sel and win for a chunk; `cached` as for `attend_chunk`. Compresses the blocks that
+        the chunk completes."""
+        layer, start = self.layer, step.start
+        assert start is not None
+        k_sel, v_sel, k_raw, *others = cached
+        v_raw, k_win, v_win = others or (v_sel[:, -k_raw.shape[1] :], k_sel, v_sel)
+        known = num_compressed(start, layer.spec)
+        # The raw tokens start with the last cmp_block - 1 earlier ones; the first block that is not complete, later.
+        first = known * layer.spec.cmp_stride - start - step.positions.shape[1] + k_raw.shape[1]
+        k_new, v_new = layer.phi_k(k_raw[:, first:]), layer.phi_v(v_raw[:, first:])
+        if layer.compress == "before_rotation":
+            k_new = rotate(k_new, step.compressed(layer.spec).rotary(*layer.rotary))
+        k_cmp, v_cmp = (after_cached(step, each, known) for each in self.cmp.writes(k_new, v_new))
+        self.write_compressed(step, k_new, v_new)
+        return k_cmp, v_cmp, k_sel, v_sel, k_win, v_win
+
+    def views(self, step: CacheStep) -> tuple[Any, Any, Any]:
+        """The pools of cmp, sel and win, as `nsa_decode` takes them."""
+        return self.cmp.view(step), self.sel.view(step), self.win.view(step)
 
 
 @lru_cache
