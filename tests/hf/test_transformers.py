@@ -373,6 +373,8 @@ def test_trust_remote_code_loads_the_classes_of_this_package_and_keeps_the_code_
 def test_whoever_lacks_the_package_is_not_sent_to_an_index(exported):
     assert set(get_imports(exported / CODE_FILE)) <= {"torch", "transformers", *sys.stdlib_module_names}
     card = (exported / "README.md").read_text()
+    # Of the tokenizer too: transformers asks otherwise, and waits for an answer on a terminal.
+    assert card.count('from_pretrained("model", trust_remote_code=True)') == 2
     assert "pip install './nsa-" in card
     assert "a package named nsa on a public index is not this one" in card
 
