@@ -67,15 +67,16 @@ def evaluate(
     folder = out or run_of(run.weights) or (source if source.is_dir() else source.parent)
     with reworded(ConfigError, f"--out: {folder} cannot be used", "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)  # before the measurement, which may take long
+    changed = {"overrides": " ".join(given)}  # another model or other data than those of the run
     if lm_eval is not None:
         from nsa.hf.harness import print_table, run_tasks
 
-        found = run_tasks(run, lm_eval)
+        found = run_tasks(run, lm_eval) | changed
         write_json(found, folder / HARNESS_FILE)
         print_table(found, Console())
         say(f"{folder / HARNESS_FILE}: all numbers")
         return
-    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say, selection=selection)
+    found = evaluate(run, wanted or [run.config.train.seq_len], samples, say, selection=selection) | changed
     write_json(found, folder / EVALUATION_FILE)
     print_tables(found, Console())
     say(f"{folder / EVALUATION_FILE}: all numbers")

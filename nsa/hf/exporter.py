@@ -181,7 +181,7 @@ def _usage(run: TrainedRun, name: str, package: str | None, form: stock.Form | N
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))

@@ -97,8 +97,8 @@ class NSACache(Cache):
     def append(self, counts: list[int], width: int) -> Any:
         """Returns the cache step of a forward pass over `width` tokens per row, of which `counts` are not padding."""
         longest = max(self.kv.length(row) + count for row, count in zip(self.kv.sequences, counts, strict=True))
-        if longest > self.kv.max_length:  # the cache of an assistant model, or one that a user continues
-            self.kv.grow(max(longest, 2 * self.kv.max_length))
+        if longest > self.kv.max_length:
+            self.kv.grow(_with_room(longest))
         step = self.kv.append(counts)
         self._tokens += width
         return step
@@ -311,7 +311,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         order = None if mask is None else torch.argsort(~mask, dim=1, stable=True)  # tokens before padding
         tokens_BS = input_ids if order is None else input_ids.gather(1, order)
         if past_key_values is None and use_cache and not self.training:
-            past_key_values = NSACache(self, rows, width + 256)  # grows on demand
+            past_key_values = NSACache(self, rows, _with_room(width))
         documents = _documents(position_ids, mask, rows, width) if cu_seq_lens_q is None else cu_seq_lens_q
         if documents is not None and (mask is not None or past_key_values is not None):
             name = "position_ids" if cu_seq_lens_q is None else "cu_seq_lens_q"
@@ -371,8 +371,14 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         rows = batch_size * (generation_config.num_return_sequences or 1)
         drafts = (generation_config.prompt_lookup_num_tokens, generation_config.num_assistant_tokens)
         slack = max(64, *(tokens or 0 for tokens in drafts))  # rejected draft tokens are removed again
-        model_kwargs["past_key_values"] = NSACache(self, rows, max_cache_length + 1, slack=slack)
+        max_length = min(max_cache_length + 1, _with_room(0 if mask is None else mask.shape[1]))
+        model_kwargs["past_key_values"] = NSACache(self, rows, max_length, slack=slack)
         return None
+
+
+def _with_room(tokens: int) -> int:
+    """The length of a cache for these tokens and some more; a cache grows with its text."""
+    return tokens + max(512, tokens // 8)
 
 
 def _counted(

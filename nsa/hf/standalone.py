@@ -39,8 +39,7 @@ class NSALMConfig(PreTrainedConfig):
     def __init__(self, vocab_size: int = 256, package: str | None = None, **options: Any):
         self.vocab_size, self.package = vocab_size, package  # package: its address for pip
         self.model, self.nsa, self.msa = (options.pop(name, {}) for name in ("model", "nsa", "msa"))
-        options["tie_word_embeddings"] = self.model.get("tied_head", False)
-        super().__init__(**options)
+        super().__init__(**options | {"tie_word_embeddings": self.model.get("tied_head", False)})
 
 
 class Step(NamedTuple):
@@ -331,7 +330,6 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = NSALMConfig
     base_model_prefix = "decoder"
-    _input_embed_layer = "embedding"
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012  (read by transformers)
     _tied_weights_keys = {"decoder.head.weight": "decoder.embedding.weight"}  # noqa: RUF012  (read by transformers)
 
@@ -343,6 +341,12 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         )
         self.decoder = Decoder(config)
         self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder.head
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -365,8 +369,7 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
         if past_key_values is not None and type(past_key_values) is not DynamicCache:
             raise ValueError(f"past_key_values must be a DynamicCache, got {type(past_key_values).__name__}")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
-        rows, width = input_ids.shape
-        wanted = [rows, known + width]
+        wanted = [len(input_ids), known + input_ids.shape[1]]
         mask = (input_ids.new_ones(wanted) if attention_mask is None else attention_mask).bool()
         if list(mask.shape) != wanted:
             raise ValueError(f"attention_mask must be {wanted}, batch and tokens, got {list(mask.shape)}")
@@ -377,19 +380,16 @@ class NSAForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("position_ids of packed documents are not supported without the package nsa")
         position = (mask.cumsum(1) - 1).clamp(min=0)[:, known:]
         order = torch.argsort(~mask, dim=1, stable=True) if is_padded else None
-        tables = rotary_tables(position, SimpleNamespace(**self.config.model))
-        step = Step(position, tables, order, past_key_values)
+        step = Step(position, rotary_tables(position, SimpleNamespace(**self.config.model)), order, past_key_values)
         x_BSC = self.decoder.embedding(input_ids)
         for block in self.decoder.blocks:
             x_BSC = block(x_BSC, step)
         if is_padded:  # padding gets the output of the token before it: generate() reads the last column
-            latest = (torch.arange(width, device=mask.device) * mask[:, known:]).cummax(1).values
+            latest = (torch.arange(input_ids.shape[1], device=mask.device) * mask[:, known:]).cummax(1).values
             x_BSC = x_BSC.gather(1, latest.unsqueeze(-1).expand_as(x_BSC))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits_BSV = self.decoder.head(self.decoder.norm(x_BSC)[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits_BSV, labels, vocab_size=self.config.vocab_size, **options)
+        loss = None if labels is None else self.loss_function(logits_BSV, labels, self.config.vocab_size, **options)
         return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
 
 

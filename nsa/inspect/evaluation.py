@@ -37,9 +37,9 @@ def evaluation_figures(found: dict[str, Any]) -> list[str]:
 
 
 def evaluation_facts(found: dict[str, Any]) -> str:
-    """HTML that names the weights, the data of the loss and the number of questions."""
+    """HTML that names the weights, the data of the loss, the overrides and the number of questions."""
     samples = f"{whole(found.get('samples'), 0):,} questions for every depth or level and length"
-    facts = [one_line(str(found[key]), 300) for key in ("weights", "data") if key in found]
+    facts = [one_line(str(found[key]), 300) for key in ("weights", "data", "overrides") if found.get(key)]
     return f'<p class="about">{escape(" · ".join([*facts, samples]))}</p>'
 
 

@@ -224,6 +224,14 @@ def test_the_weights_file_of_a_run_is_evaluated_like_the_run(folder):
     assert found[1].train.seq_len == 32
 
 
+def test_overrides_that_change_the_numbers_are_recorded_with_them(folder, tmp_path):
+    for options in (), ("nsa.window=5", "--override", "data.isolate_documents=false"):
+        assert evaluate(folder, *options, "--out", tmp_path, "--lengths", "256", "--samples", 1).exit_code == 0
+        given = " ".join(option for option in options if "=" in option)
+        assert json.loads((tmp_path / "eval.json").read_text())["overrides"] == given
+    assert given in (tmp_path / "eval.html").read_text()
+
+
 def test_a_running_run_is_evaluated_at_its_newest_checkpoint(tmp_path):
     train_until(3, tmp_path / "run")
     for source in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "latest"):

@@ -42,6 +42,8 @@ for name in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(f"{name}-hf", trust_remote_code=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(f"{name}-hf")
     assert type(model).__module__.startswith("transformers_modules.")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # not quantized by transformers
+    assert embedding is model.decoder.embedding and head is model.decoder.head
     torch.manual_seed(0)
     tokens = torch.randint(0, 255, (1, 137))
     rows = [{"input_ids": row} for row in (tokens[0, :60].tolist(), tokens[0, :83].tolist())]

@@ -240,6 +240,17 @@ def test_a_cache_starts_small_and_grows(run):
         torch.testing.assert_close(rest, model(tokens).logits[:, 40:], atol=1e-5, rtol=1e-5)
 
 
+def test_generation_needs_memory_for_its_text_and_not_for_the_most_tokens_that_it_may_have(exported):
+    model, tokens = load(exported), torch.randint(0, 255, (1, 60))
+    options = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    many = model.generate(tokens, max_new_tokens=600, **options).sequences  # outgrows the first room of the cache
+    with torch.no_grad():
+        assert torch.equal(model(many[:, :-1]).logits[:, 59:].argmax(-1), many[:, 60:])
+    few = model.generate(tokens, max_new_tokens=1 << 30, **options | {"eos_token_id": int(many[0, 65])})
+    assert torch.equal(few.sequences, many[:, : few.sequences.shape[1]])
+    assert sum(few.past_key_values.kv.memory().values()) < 2 << 20
+
+
 def test_a_tuple_is_given_where_asked_for(exported):
     model, tokens = load(exported), torch.randint(0, 255, (1, 10))
     loss, logits = model(tokens, labels=tokens, return_dict=False)
@@ -362,6 +373,8 @@ def test_trust_remote_code_loads_the_classes_of_this_package_and_keeps_the_code_
 def test_whoever_lacks_the_package_is_not_sent_to_an_index(exported):
     assert set(get_imports(exported / CODE_FILE)) <= {"torch", "transformers", *sys.stdlib_module_names}
     card = (exported / "README.md").read_text()
+    # Of the tokenizer too: transformers asks otherwise, and waits for an answer on a terminal.
+    assert card.count('from_pretrained("model", trust_remote_code=True)') == 2
     assert "pip install './nsa-" in card
     assert "a package named nsa on a public index is not this one" in card
 
