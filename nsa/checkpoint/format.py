@@ -67,10 +67,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def committed(root: Path) -> list[Path]:
-    """Returns every committed checkpoint, newest first."""
-    if not root.is_dir():
-        return []
-    found = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    """Returns every committed checkpoint, newest first. Raises CheckpointError if the folder cannot be read."""
+    with reworded(CheckpointError, f"{root}: cannot be read"):
+        named = [path for path in (root.iterdir() if root.is_dir() else ()) if _STEP.fullmatch(path.name)]
+        found = [path for path in named if path.is_dir() and not path.is_symlink()]
     return sorted(found, key=step_of, reverse=True)
 
 

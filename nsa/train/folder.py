@@ -59,9 +59,10 @@ _AT_RISK = (
 def refuse_foreign(folder: Path, *, fresh: bool) -> None:
     """Refuses a folder that holds files at risk and is not a run folder. A run starts with a lock and a heartbeat; a
     copied run may lack the lock, which is a hidden file, or have only the checkpoints."""
-    if not folder.is_dir():
-        return
-    _refuse_links(folder)
+    with reworded(LaunchError, f"train.out_dir: {str(folder)!r} cannot be used", "choose another folder"):
+        if not folder.is_dir():
+            return
+        _refuse_links(folder)
     root = folder / CHECKPOINTS_FOLDER
     saved = committed(root)
     known = {LATEST, BEST, *(path.name for path in saved)}

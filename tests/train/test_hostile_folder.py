@@ -3,13 +3,14 @@
 import os
 import shutil
 import socket
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import nsa
 from nsa.checkpoint.export import find_checkpoint, load_weights, read_metadata
-from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, read_manifest, read_pointer, verify
+from nsa.checkpoint.format import BEST, INDEX_FILE, LATEST, committed, read_manifest, read_pointer, verify
 from nsa.checkpoint.restore import read_state, saved_shapes
 from nsa.config import load_config
 from nsa.errors import CheckpointError, ConfigError, LaunchError
@@ -279,6 +280,29 @@ def test_a_folder_that_no_run_wrote_is_refused_and_stays_as_it_is(kind, fresh, t
         assert ("did you mean train.init_from?" in str(refused.value)) == (kind == "imported")
     assert sorted(tmp_path.rglob("*")) == before
     assert all((tmp_path / name).read_bytes() == VICTIM for name in names)
+
+
+@contextmanager
+def without_permission(folder: Path):
+    """Inside, this process may not look into the folder. Permissions do not bind root, who becomes another user."""
+    folder.chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+def test_a_path_that_cannot_be_looked_up_is_refused_with_its_name(tmp_path):
+    with pytest.raises(LaunchError, match=r"train\.out_dir: .*xxx' cannot be used: File name too long; choose another"):
+        train(small(), tmp_path / ("x" * 300))
+    with without_permission(tmp_path):
+        with pytest.raises(LaunchError, match=r"train\.out_dir: .*run' cannot be used: Permission denied"):
+            refuse_foreign(tmp_path / "run", fresh=False)
+        with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Permission denied"):
+            committed(tmp_path / "checkpoints")
 
 
 # What a run leaves that was killed early, what a copy without hidden files has, and what may lie there before a run.
