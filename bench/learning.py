@@ -175,7 +175,7 @@ def steps_of(options: argparse.Namespace) -> int:
 
 
 def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, lr: float) -> list[str]:
-    steps = steps_of(options)
+    steps, step_tokens = steps_of(options), options.seq_len * options.batch_size
     return [
         *BASE.split(),
         *data_of(work, options),
@@ -184,7 +184,7 @@ def overrides_of(work: Path, row: str, options: argparse.Namespace, seed: int, l
         f"train.steps={steps}",
         f"train.seq_len={options.seq_len}",
         f"train.batch_size={options.batch_size}",
-        f"train.eval_every={min(-(-steps // 4), LONGEST_WITHOUT_VALIDATION // (options.seq_len * options.batch_size))}",
+        f"train.eval_every={min(-(-steps // 4), -(-LONGEST_WITHOUT_VALIDATION // step_tokens))}",
         f"train.eval_sequences={eval_sequences(options)}",
         f"train.seed={seed}",
         f"train.lr={lr:g}",

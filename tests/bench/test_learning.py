@@ -42,6 +42,12 @@ def test_every_row_is_a_configuration_that_loads(row, action, tmp_path):
     assert f"/{'recall-' * (action == 'recall')}bytes-{row}-8192-{steps}-s3-lr0.001-" in config.train.out_dir
 
 
+@pytest.mark.parametrize(("million", "every", "steps"), [("64", 245, 977), ("300", 512, 4578)])
+def test_a_row_is_validated_four_times_and_a_long_one_every_32_million_tokens(million, every, steps, tmp_path):
+    options = parse(["run", str(tmp_path), "--tokens", f"{million}000000"])
+    assert {f"train.eval_every={every}", f"train.steps={steps}"} <= {*overrides_of(tmp_path, "nsa", options, 0, 1e-3)}
+
+
 def test_results_are_shown_with_their_recall(tmp_path, capsys):
     measured = {"recall": [{"length": 8192, "keys": "several", "by_depth": [1.0, 0.5]}]}
     results = tmp_path / "results.jsonl"
@@ -155,10 +161,12 @@ def test_losses_on_different_recall_tasks_are_not_compared():
     assert all(len(lines) == 2 for lines in groups.values())
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_rows_that_share_a_gpu_train_without_cuda_graphs(jobs, tmp_path, commands):
-    main(["run", str(tmp_path), "--rows", "nsa", "--jobs", jobs, "--results", str(tmp_path / "r"), "--allow-dirty"])
-    assert ("runtime.cuda_graphs=false" in commands[0]) == (jobs == "2")
+@pytest.mark.parametrize(
+    ("action", "jobs", "is_off"), [("run", "1", False), ("run", "2", True), ("recall", "2", False)]
+)
+def test_large_rows_that_share_a_gpu_train_without_cuda_graphs(action, jobs, is_off, tmp_path, commands):
+    main([action, str(tmp_path), "--rows", "nsa", "--jobs", jobs, "--results", str(tmp_path / "r"), "--allow-dirty"])
+    assert ("runtime.cuda_graphs=false" in commands[0]) == is_off
 
 
 def test_an_interrupt_ends_the_study_and_starts_no_further_row(tmp_path, commands, monkeypatch):
